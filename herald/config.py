@@ -1,0 +1,121 @@
+"""Options of the runtime: frozen dataclasses, checked on construction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from herald.errors import InvalidOption
+
+IndexBits = Literal[16, 8, 4, 1]
+ScoreOperator = Literal["max", "sum"]
+LateAction = Literal["wait", "proceed"]
+TransferMode = Literal["auto", "zero_copy", "staged"]
+
+
+def check(ok: bool, field: str, value: object, remedy: str) -> None:
+    """Raise `InvalidOption` naming ``field`` and ``value`` unless ``ok``."""
+    if not ok:
+        raise InvalidOption(f"{field}={value!r} is not valid", remedy)
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """How the KV cache lives in host memory and what of it visits the device.
+
+    Args:
+        enabled: keep the full KV in the host pool; False keeps every row on the device.
+        kv_budget: rows a request attends to / rows of its prefix, in (0, 1]. Sinks and the recent
+            window count towards it. 1.0 means every row.
+        sink_rows: first positions of the prompt that are always resident.
+        recent_rows: last positions of the prefix that are always resident; at least one block.
+        min_resident_rows: floor of the set's size, so that a short prompt is not starved.
+        index_bits: bits a key component takes in the index that the CPU scans (16 is exact).
+        score_operator: ``"max"`` of the normalised attention over queries and grouped heads, or
+            ``"sum"``.
+        lookahead_step: step of block i (counted from 0) in which the look-ahead for block i+1 runs.
+            A block that ends before it selects at its end, with the finished tokens (exposed).
+        on_late: ``"wait"`` for a selection that is not there when its block begins, or
+            ``"proceed"`` with the old set and apply it when it lands.
+        difference_only: move only rows that are not resident yet; False moves the whole selection
+            (a switch for measurements and tests).
+        verify_transfers: compare every transferred row with its source (slow; a checksum mode).
+        page_size: token positions a page of the host pool holds; a multiple of the block length,
+            or 0 to choose it.
+        host_memory_bytes: size of the host pool, or 0 to size it for ``max_model_len``.
+        transfer: ``"zero_copy"``, ``"staged"``, or ``"auto"`` for the better one available.
+        num_threads: CPU threads of selection, 0 for all usable cores.
+    """
+
+    enabled: bool = True
+    kv_budget: float = 0.08
+    sink_rows: int = 4
+    recent_rows: int = 64
+    min_resident_rows: int = 256
+    index_bits: IndexBits = 8
+    score_operator: ScoreOperator = "max"
+    lookahead_step: int = 1
+    on_late: LateAction = "wait"
+    difference_only: bool = True
+    verify_transfers: bool = False
+    page_size: int = 0
+    host_memory_bytes: int = 0
+    transfer: TransferMode = "auto"
+    num_threads: int = 0
+
+    def __post_init__(self) -> None:
+        check(0.0 < self.kv_budget <= 1.0, "kv_budget", self.kv_budget, "use a share in (0, 1], such as 0.08")
+        check(self.sink_rows >= 0, "sink_rows", self.sink_rows, "use 0 or more, such as 4")
+        check(self.recent_rows >= 1, "recent_rows", self.recent_rows, "use at least one block, such as 64")
+        check(
+            self.min_resident_rows >= 1, "min_resident_rows", self.min_resident_rows, "use at least 1, such as 256"
+        )
+        check(self.index_bits in (16, 8, 4, 1), "index_bits", self.index_bits, "use 16, 8, 4 or 1")
+        check(self.score_operator in ("max", "sum"), "score_operator", self.score_operator, "use 'max' or 'sum'")
+        check(self.lookahead_step >= 1, "lookahead_step", self.lookahead_step, "use 1 or more")
+        check(self.on_late in ("wait", "proceed"), "on_late", self.on_late, "use 'wait' or 'proceed'")
+        check(self.page_size >= 0, "page_size", self.page_size, "use 0 (automatic) or a multiple of the block")
+        check(
+            self.host_memory_bytes >= 0, "host_memory_bytes", self.host_memory_bytes, "use 0 (automatic) or a size"
+        )
+        check(
+            self.transfer in ("auto", "zero_copy", "staged"),
+            "transfer",
+            self.transfer,
+            "use 'auto', 'zero_copy' or 'staged'",
+        )
+        check(self.num_threads >= 0, "num_threads", self.num_threads, "use 0 for all cores")
+
+    def resident_rows(self, prefix_rows: int) -> int:
+        """Rows a KV head keeps resident for a prefix of ``prefix_rows`` positions.
+
+        Grows by at most one per position, so a block's own rows always find room.
+        """
+        wanted = math.ceil(prefix_rows * self.kv_budget)
+        return min(prefix_rows, max(wanted, self.min_resident_rows, self.sink_rows + self.recent_rows))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits of an engine.
+
+    Args:
+        max_num_seqs: requests that decode at the same time.
+        max_model_len: positions a request may use (prompt + output), 0 for the model's limit.
+        prefill_chunk: positions a prefill unit covers, rounded down to whole blocks.
+        prefill_units_per_step: (layer, chunk) units run between two decode steps when requests decode.
+    """
+
+    max_num_seqs: int = 8
+    max_model_len: int = 0
+    prefill_chunk: int = 2048
+    prefill_units_per_step: int = 8
+
+    def __post_init__(self) -> None:
+        check(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "use 1 or more")
+        check(self.max_model_len >= 0, "max_model_len", self.max_model_len, "use 0 for the model's limit")
+        check(self.prefill_chunk >= 64, "prefill_chunk", self.prefill_chunk, "use 64 or more, such as 2048")
+        check(
+            self.prefill_units_per_step >= 1, "prefill_units_per_step", self.prefill_units_per_step, "use 1 or more"
+        )

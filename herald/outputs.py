@@ -1,0 +1,83 @@
+"""What a request gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Counts and times of one request. Times in seconds, sizes in bytes.
+
+    Attributes:
+        exposed_seconds: time in which the request waited for a selection or a transfer.
+        selection_seconds: CPU time-on-the-clock of its selections, hidden or not.
+        transfer_seconds: time its rows were on their way, hidden or not.
+        rows_selected: rows chosen, summed over blocks, layers and KV heads.
+        rows_moved: rows that crossed from host to device.
+        host_kv_bytes: KV bytes of its pages in the host pool.
+        resident_bytes: device bytes of its resident set and staging.
+    """
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    blocks: int = 0
+    steps: int = 0
+    forwards: int = 0
+    lookaheads: int = 0
+    boundary_selections: int = 0
+    late_selections: int = 0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    first_block_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    selection_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    rows_selected: int = 0
+    rows_moved: int = 0
+    bytes_moved: int = 0
+    host_kv_bytes: int = 0
+    resident_bytes: int = 0
+
+    @property
+    def steps_per_block(self) -> float:
+        return self.steps / self.blocks if self.blocks else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over decode time (prefill not counted)."""
+        return self.output_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion: text, token ids (after cutting at EOS, stop strings and ``max_tokens``)."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """State of a request when it finished, or after a finished block when streaming."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    prompt: str | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[0].finish_reason

@@ -1,0 +1,56 @@
+"""What a request asks of decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from herald.config import check
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Decoding options of one request.
+
+    Args:
+        max_tokens: new tokens at most; the last block is cut to it.
+        temperature: 0 is greedy (arg-max, lowest id wins).
+        top_p: nucleus share in (0, 1]; acts on sampling only, never on a confidence.
+        top_k: candidates kept, 0 for all.
+        seed: of the request's own generator; None draws one.
+        stop: strings that end the output, which is cut before them.
+        denoising_steps: steps T a block may take; 0 for one step a position. With the threshold
+            strategy it is the quota that guarantees progress.
+        confidence_threshold: commit every masked position above it in a step
+            (``low_confidence_dynamic``); None for a fixed quota a step (``low_confidence_static``).
+        block_length: positions denoised together; 0 for the checkpoint's.
+        ignore_eos: go on after an end-of-sequence token.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: str | tuple[str, ...] | list[str] = ()
+    denoising_steps: int = 0
+    confidence_threshold: float | None = 0.9
+    block_length: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "use 1 or more")
+        check(self.temperature >= 0.0, "temperature", self.temperature, "use 0 (greedy) or more")
+        check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "use a share in (0, 1]")
+        check(self.top_k >= 0, "top_k", self.top_k, "use 0 for all candidates, or 1 or more")
+        check(all(isinstance(s, str) and s for s in stop), "stop", self.stop, "use strings that are not empty")
+        check(self.denoising_steps >= 0, "denoising_steps", self.denoising_steps, "use 0 for one step a position")
+        threshold = self.confidence_threshold
+        check(
+            threshold is None or 0.0 <= threshold <= 1.0,
+            "confidence_threshold",
+            threshold,
+            "use a probability such as 0.9, or None for a fixed quota a step",
+        )
+        check(self.block_length >= 0, "block_length", self.block_length, "use 0 for the checkpoint's")
