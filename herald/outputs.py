@@ -6,6 +6,23 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a request is, given to the ``progress`` callback as work goes on.
+
+    Attributes:
+        phase: what is counted: ``"prefill"`` in tokens x layers, ``"decode"`` in output tokens.
+        done: units finished, never falling within a phase.
+        total: units in all; a request may end before it (EOS, a stop string).
+    """
+
+    request_id: str
+    phase: Phase
+    done: int
+    total: int
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""One long prompt through the whole system, with its memory and its overlap."""

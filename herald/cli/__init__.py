@@ -1,0 +1,1 @@
+"""The command line ``herald``: `main.main` is its entry point."""

@@ -1,0 +1,93 @@
+"""Entry point of the command ``herald``: the parser, exit codes, and errors on one line.
+
+Exit codes: 0 done, 1 failed at run time, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from herald import __version__
+from herald.cli import doctor, generate, options
+from herald.errors import HeraldError, UsageError
+
+RUNTIME_ERROR, USAGE_ERROR, INTERRUPTED = 1, 2, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong option on one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"herald: error: {message}; see {self.prog} --help\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command; ``args.run`` is the chosen command."""
+    parser = _Parser(
+        prog="herald",
+        description="Long prompts on block-diffusion language models, with the KV cache in host memory.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"herald {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    command = commands.add_parser(
+        "generate", help="answer prompts", description="Answer prompts.", allow_abbrev=False
+    )
+    options.add_generate_options(command)
+    command.set_defaults(run=generate.run)
+    command = commands.add_parser(
+        "doctor",
+        help="show what this machine offers and what would make it faster",
+        description="Show what this machine offers, which kernels are active, and which context lengths fit.",
+        allow_abbrev=False,
+    )
+    doctor.add_doctor_options(command)
+    command.set_defaults(run=doctor.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; `SystemExit` comes from ``--help`` and wrong options."""
+    _print_what_can_be_printed()
+    try:
+        args = build_parser().parse_args(argv)
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader left. Nothing more may be written, not even by the interpreter's own flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return RUNTIME_ERROR
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except UsageError as error:
+        return _fail(str(error), USAGE_ERROR)
+    except (HeraldError, OSError) as error:
+        return _fail(str(error), RUNTIME_ERROR)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _fail(
+            f"out of memory: {error}; lower --max-model-len, --max-num-seqs or --kv-budget", RUNTIME_ERROR
+        )
+
+
+def _print_what_can_be_printed() -> None:
+    """Let a terminal without Unicode show ``?`` where it cannot show a character."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # By name: torch, which defines the GPU's error, may not have been imported at all.
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"herald: error: {' '.join(message.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,247 @@
+"""Option types and the options of ``herald generate``, and how they become configuration objects."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import Any
+
+from herald.config import EngineConfig, OffloadConfig
+from herald.sampling_params import SamplingParams
+
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt]i?)?b)?", re.IGNORECASE)
+_DEVICE = re.compile(r"auto|cpu|cuda(?::\d+)?")
+
+
+def size(text: str) -> int:
+    """Bytes of ``16GiB`` (powers of 1024), ``16GB`` (powers of 1000) or a plain number of bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; write it as 16GiB, 16GB or a number of bytes"
+        )
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def threshold(text: str) -> float | None:
+    """A probability, or ``off`` for a fixed number of tokens a step."""
+    if text == "off":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a probability; write one such as 0.9, or off"
+        ) from None
+
+
+def seed(text: str) -> int:
+    """A seed that every generator takes."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed; use 0 to {2**63 - 1}")
+    return int(text)
+
+
+def device(text: str) -> str:
+    if _DEVICE.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda or cuda:N")
+    return text
+
+
+def _adder(group: Any) -> Callable[..., None]:
+    """``add`` with no default: what the user leaves out is absent, and the dataclass's own default holds."""
+
+    def add(*names: str, **kwargs: Any) -> None:
+        group.add_argument(*names, default=argparse.SUPPRESS, **kwargs)
+
+    return add
+
+
+def add_generate_options(parser: argparse.ArgumentParser) -> None:
+    """Declare every option of ``herald generate``."""
+    _add_prompt_options(parser)
+    _add_model_options(parser)
+    _add_sampling_options(parser)
+    _add_offload_options(parser)
+    _add_output_options(parser)
+
+
+def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "prompts",
+        "Each --prompt is a prompt of its own. Files alone: each file is a prompt. Files and prompts: the "
+        "files, joined by a newline, are a document that stands before each prompt, with a newline between. "
+        "A file's last newline is dropped.",
+    )
+    group.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated"
+    )
+    group.add_argument(
+        "--prompt-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="UTF-8 text, - for stdin; may be repeated",
+    )
+    group.add_argument("--chat", action="store_true", help="wrap each prompt in the model's chat template")
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default="tiny",
+        help="a local folder, a hub id, or tiny, the bundled model (default: %(default)s)",
+    )
+    group.add_argument(
+        "--device", type=device, default="auto", help="auto, cpu, cuda or cuda:N (default: auto)"
+    )
+    group.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="default: auto"
+    )
+    group.add_argument(
+        "--block-length",
+        type=int,
+        default=0,
+        metavar="N",
+        help="positions denoised together (default: checkpoint's)",
+    )
+    group.add_argument("--mask-token-id", type=int, metavar="ID", help="mask token (default: checkpoint's)")
+    add = _adder(group)
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="positions of prompt and output (default: the model's limit)",
+    )
+    add(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help=f"prompts decoded together (default: {EngineConfig.max_num_seqs})",
+    )
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    add = _adder(parser.add_argument_group("decoding"))
+    default = SamplingParams
+    add("--max-tokens", type=int, metavar="N", help=f"new tokens at most (default: {default.max_tokens})")
+    add("--temperature", type=float, metavar="T", help="0 is greedy (default: 0)")
+    add("--top-p", type=float, metavar="P", help="nucleus share in (0, 1] (default: 1)")
+    add("--top-k", type=int, metavar="K", help="candidates kept, 0 for all (default: 0)")
+    add("--seed", type=seed, metavar="N", help="seed of each prompt's own generator")
+    add("--stop", action="append", metavar="TEXT", help="end the output before this text; may be repeated")
+    add(
+        "--threshold",
+        type=threshold,
+        metavar="P",
+        help="commit every position above this confidence in a step, or off for a fixed number a step "
+        f"(default: {default.confidence_threshold})",
+    )
+    add("--steps", type=int, metavar="N", help="denoising steps a block may take (default: one a position)")
+    add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+
+
+def _add_offload_options(parser: argparse.ArgumentParser) -> None:
+    add = _adder(parser.add_argument_group("offload"))
+    default = OffloadConfig
+    add(
+        "--offload",
+        action=argparse.BooleanOptionalAction,
+        help="keep the KV cache in host memory (default: yes)",
+    )
+    add(
+        "--kv-budget",
+        type=float,
+        metavar="SHARE",
+        help=f"rows attended to / rows (default: {default.kv_budget})",
+    )
+    add(
+        "--index-bits",
+        type=int,
+        choices=(16, 8, 4, 1),
+        help=f"key index (default: {default.index_bits}; 16 is exact)",
+    )
+    add(
+        "--lookahead-step",
+        type=int,
+        metavar="N",
+        help=f"step of a block that looks ahead to the next (default: {default.lookahead_step})",
+    )
+    add(
+        "--on-late",
+        choices=("wait", "proceed"),
+        help=f"when a selection is late (default: {default.on_late})",
+    )
+    add(
+        "--host-memory",
+        type=size,
+        metavar="SIZE",
+        help="host pool, such as 16GiB (default: for the longest request)",
+    )
+    add("--transfer", choices=("auto", "zero_copy", "staged"), help="how rows reach a GPU (default: auto)")
+    add("--num-threads", type=int, metavar="N", help="CPU threads of selection (default: all usable cores)")
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    shape = group.add_mutually_exclusive_group()
+    shape.add_argument("--stream", action="store_true", help="print the answer block by block")
+    shape.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
+    group.add_argument("--quiet", action="store_true", help="no progress bar and no statistics")
+
+
+# Option name on the command line -> field of the dataclass.
+_SAMPLING = {
+    "max_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "seed": "seed",
+    "stop": "stop",
+    "threshold": "confidence_threshold",
+    "steps": "denoising_steps",
+    "ignore_eos": "ignore_eos",
+}
+_OFFLOAD = {
+    "offload": "enabled",
+    "kv_budget": "kv_budget",
+    "index_bits": "index_bits",
+    "lookahead_step": "lookahead_step",
+    "on_late": "on_late",
+    "host_memory": "host_memory_bytes",
+    "transfer": "transfer",
+    "num_threads": "num_threads",
+}
+_ENGINE = {"max_model_len": "max_model_len", "max_num_seqs": "max_num_seqs"}
+
+
+def _given(args: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
+    return {field: getattr(args, option) for option, field in names.items() if hasattr(args, option)}
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """`SamplingParams` of the options given; raises `InvalidOption`."""
+    return SamplingParams(**_given(args, _SAMPLING))
+
+
+def offload_config(args: argparse.Namespace) -> OffloadConfig:
+    """`OffloadConfig` of the options given; raises `InvalidOption`."""
+    return OffloadConfig(**_given(args, _OFFLOAD))
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """`EngineConfig` of the options given; raises `InvalidOption`."""
+    return EngineConfig(**_given(args, _ENGINE))

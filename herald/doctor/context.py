@@ -1,0 +1,121 @@
+"""The largest context that fits, for released shapes and for a model of the user's."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from herald import hardware
+from herald.config import OffloadConfig
+from herald.doctor.device import free_device_memory
+from herald.doctor.finding import Finding
+from herald.doctor.fit import ContextFit, ModelShape, fit_context
+from herald.doctor.units import format_bytes
+from herald.errors import ModelNotFound
+
+if TYPE_CHECKING:
+    from herald.models import ModelConfig
+
+# Left to the rest of the process and of the machine.
+HOST_SPARE_BYTES = 1 << 30
+
+
+def shape_of(name: str, config: ModelConfig, dtype_bytes: int) -> ModelShape:
+    """What of a model's configuration decides about memory, in a run with numbers of ``dtype_bytes``."""
+    from herald.models import num_parameters
+
+    return ModelShape(
+        name=name,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        hidden_size=config.hidden_size,
+        block_length=config.block_length,
+        max_positions=config.max_positions,
+        weight_bytes=num_parameters(config) * dtype_bytes,
+        dtype_bytes=dtype_bytes,
+    )
+
+
+def config_folder(model: str) -> Path:
+    """Folder with the configuration of a model; of a hub model only the configuration is fetched.
+
+    Raises:
+        ModelNotFound: there is no such model, or it cannot be reached.
+    """
+    from herald.models import resolve_model
+
+    if model == "tiny" or Path(model).expanduser().exists() or model.count("/") != 1:
+        return resolve_model(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["config.json", "generation_config.json"]))
+    except Exception as error:  # whatever the network stack raises, the user needs one answer
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelNotFound(
+            f"there is no folder {model!r}, and the hub does not give its config.json ({reason[0]})",
+            "check the spelling and the connection, or pass a folder",
+        ) from error
+
+
+def probe_context(model: str | None = None, offload: OffloadConfig | None = None) -> Finding:
+    """Largest context of one request for every preset, and first for ``model`` if one is named.
+
+    Raises:
+        ModelNotFound, UsageError, WeightsError: the named model's configuration cannot be read.
+    """
+    from herald.models import PRESETS, read_config
+
+    offload = offload or OffloadConfig()
+    device_memory = free_device_memory()
+    # The dtypes that `--dtype auto` takes: bfloat16 on a GPU, float32 on a CPU.
+    dtype_bytes = 4 if device_memory is None else 2
+    configs = dict(PRESETS)
+    with contextlib.suppress(ModelNotFound):  # a checkout without the trained weights
+        configs = {"tiny": read_config(config_folder("tiny")), **configs}
+    if model is not None:
+        configs = {model: read_config(config_folder(model)), **configs}
+    host_memory = max(hardware.memory().free - HOST_SPARE_BYTES, 0)
+    fits = [
+        fit_context(shape_of(name, config, dtype_bytes), host_memory, device_memory, offload)
+        for name, config in configs.items()
+    ]
+    return Finding(
+        "context",
+        {
+            "kv_budget": offload.kv_budget,
+            "index_bits": offload.index_bits,
+            "host_memory_bytes": host_memory,
+            "device_memory_bytes": device_memory,
+            "models": [asdict(fit) for fit in fits],
+        },
+        tuple(describe(fit) for fit in fits),
+        advice_for(fits),
+    )
+
+
+def describe(fit: ContextFit) -> str:
+    """One line about a model's largest context."""
+    if not fit.memory_tokens:
+        return f"{fit.model}: does not fit (weights {format_bytes(fit.weight_bytes)})"
+    limit = f"limited by {fit.limited_by}"
+    if fit.limited_by == "model":
+        limit = f"all the model allows; memory holds {fit.memory_tokens:,}"
+    return (
+        f"{fit.model}: {fit.tokens:,} tokens, {limit} "
+        f"({format_bytes(fit.kv_bytes_per_token)} of KV a token; without offload {fit.dense_tokens:,})"
+    )
+
+
+def advice_for(fits: list[ContextFit]) -> str:
+    """What would lengthen the context where memory is what limits it."""
+    limits = {fit.limited_by for fit in fits}
+    advice = []
+    if "host memory" in limits:
+        advice.append("more free host memory, or --index-bits 4, makes room for longer contexts")
+    if "device memory" in limits:
+        advice.append("a lower --kv-budget or more free GPU memory makes room for longer contexts")
+    return "; ".join(advice)

@@ -1,0 +1,175 @@
+"""How long a context fits: bytes per token on both sides, and the largest prefix within given memory.
+
+Pure arithmetic. It follows what the engine allocates for one request: the host holds rows and key index
+of the whole prefix, the device holds the weights, resident set and staging, and during prefill two
+hidden-state buffers, two layers' KV and the rotary tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from herald.config import OffloadConfig
+
+SEARCH_LIMIT = 1 << 26  # tokens
+DEFAULT_PAGE_SIZE = 64
+WORKSPACE_BYTES = 512 << 20  # activations of one prefill chunk, kernel workspace, allocator slack
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model decides about memory.
+
+    Attributes:
+        max_positions: positions the checkpoint was made for.
+        weight_bytes: bytes of all weights in the run's dtype.
+        dtype_bytes: bytes of a number in weights and KV.
+    """
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    block_length: int
+    max_positions: int
+    weight_bytes: int
+    dtype_bytes: int = 2
+
+    @property
+    def layer_kv_bytes(self) -> int:
+        """KV bytes of one token in one layer."""
+        return self.num_kv_heads * 2 * self.head_dim * self.dtype_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV bytes of one token in all layers."""
+        return self.num_layers * self.layer_kv_bytes
+
+
+@dataclass(frozen=True)
+class ContextFit:
+    """Largest contexts of one model on one machine, in tokens; 0 where not even the weights fit.
+
+    Attributes:
+        memory_tokens: what memory allows with offload: the smaller of ``host_tokens`` and ``device_tokens``.
+        tokens: ``memory_tokens``, limited by the positions the checkpoint was made for.
+        dense_tokens: what the device alone would hold without offload.
+        limited_by: ``"host memory"``, ``"device memory"`` or ``"model"``.
+    """
+
+    model: str
+    tokens: int
+    memory_tokens: int
+    host_tokens: int
+    device_tokens: int
+    dense_tokens: int
+    limited_by: str
+    kv_bytes_per_token: int
+    index_bytes_per_token: float
+    weight_bytes: int
+
+
+def dense_weight_bytes(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    vocab_size: int,
+    tie_word_embeddings: bool,
+    dtype_bytes: int = 2,
+) -> int:
+    """Bytes of a dense transformer's weights (norms and biases, a few kilobytes a layer, are left out)."""
+    attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
+    layer = attention + 3 * hidden_size * intermediate_size
+    embeddings = vocab_size * hidden_size * (1 if tie_word_embeddings else 2)
+    return (num_layers * layer + embeddings) * dtype_bytes
+
+
+def index_bytes_per_token(shape: ModelShape, bits: int, page_size: int = DEFAULT_PAGE_SIZE) -> float:
+    """Key index of one token in all layers: codes, a float32 scale a row, float32 page means; 0 if exact."""
+    if bits == 16:
+        return 0.0
+    padded = 1 << (shape.head_dim - 1).bit_length()
+    row = padded * bits / 8 + 4 + shape.head_dim * 4 / page_size
+    return shape.num_layers * shape.num_kv_heads * row
+
+
+def host_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> float:
+    """Host memory of a prefix: rows and key index, in whole pages."""
+    page = config.page_size or max(DEFAULT_PAGE_SIZE, shape.block_length)
+    padded = -(-tokens // page) * page
+    return padded * (shape.kv_bytes + index_bytes_per_token(shape, config.index_bits, page))
+
+
+def device_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> float:
+    """Device memory of one request: weights, resident set, staging, and the transient part of prefill."""
+    resident = config.resident_rows(tokens)
+    # At one boundary at most every row of the set arrives, and never more rows than are absent.
+    staging = min(resident, tokens - resident)
+    transient = tokens * (
+        2 * shape.hidden_size * shape.dtype_bytes + 2 * shape.layer_kv_bytes + 4 * shape.head_dim
+    )
+    return shape.weight_bytes + WORKSPACE_BYTES + (resident + staging) * shape.kv_bytes + transient
+
+
+def dense_device_bytes(shape: ModelShape, tokens: int) -> float:
+    """Device memory of one request without offload: weights and every row."""
+    transient = tokens * (2 * shape.hidden_size * shape.dtype_bytes + 4 * shape.head_dim)
+    return shape.weight_bytes + WORKSPACE_BYTES + tokens * shape.kv_bytes + transient
+
+
+def largest(fits: Callable[[int], bool], limit: int = SEARCH_LIMIT) -> int:
+    """Largest n in [0, limit] for which ``fits(n)``, which must not come back once lost; 0 if none does."""
+    low, high = 0, limit + 1  # fits(low) is taken as true, fits(high) as false
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def fit_context(
+    shape: ModelShape, host_memory: int, device_memory: int | None, config: OffloadConfig
+) -> ContextFit:
+    """Largest context of one request.
+
+    Args:
+        host_memory: bytes that may be used on the host.
+        device_memory: bytes free on the GPU; None on a CPU, where both sides share the host's memory.
+    """
+    if device_memory is None:
+        shared = largest(
+            lambda n: host_bytes(shape, n, config) + device_bytes(shape, n, config) <= host_memory
+        )
+        host_tokens = device_tokens = shared
+        dense = largest(lambda n: dense_device_bytes(shape, n) <= host_memory)
+    else:
+        host_tokens = largest(lambda n: host_bytes(shape, n, config) <= host_memory)
+        device_tokens = largest(lambda n: device_bytes(shape, n, config) <= device_memory)
+        dense = largest(lambda n: dense_device_bytes(shape, n) <= device_memory)
+    memory = min(host_tokens, device_tokens)
+    if memory >= shape.max_positions:
+        limited_by = "model"
+    else:
+        limited_by = "host memory" if host_tokens <= device_tokens else "device memory"
+    return ContextFit(
+        model=shape.name,
+        tokens=min(memory, shape.max_positions),
+        memory_tokens=memory,
+        host_tokens=host_tokens,
+        device_tokens=device_tokens,
+        dense_tokens=dense,
+        limited_by=limited_by,
+        kv_bytes_per_token=shape.kv_bytes,
+        index_bytes_per_token=index_bytes_per_token(
+            shape, config.index_bits, config.page_size or max(DEFAULT_PAGE_SIZE, shape.block_length)
+        ),
+        weight_bytes=shape.weight_bytes,
+    )

@@ -1,0 +1,1 @@
+"""The step loop: schedule, forward, commit, emit."""

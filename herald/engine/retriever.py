@@ -1,0 +1,294 @@
+"""Look-ahead retrieval: keeps the host side of every request and brings the rows a block needs.
+
+One background thread does the CPU work in order: rows that arrive from the device are indexed before
+a selection that may need them scans. A selection becomes a difference against the request's resident
+set, and the difference a transfer into its staging rows; the engine applies it at a block boundary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from herald.engine.lanes import Capture
+from herald.engine.memory import HostStore
+from herald.engine.request import Request
+from herald.engine.resident import ResidentSet, SetUpdate, window_rows
+from herald.engine.trace import Span, Trace
+from herald.select import BackgroundWorker, difference
+from herald.transfer import RowMove, Ticket, verify_rows
+
+
+@dataclass
+class Selection:
+    """A selection under way.
+
+    Attributes:
+        prefix: positions it was made for.
+        block: the block it is for.
+        positions: int32 [layers, kv_heads, k] once chosen.
+        update: the difference, once the rows are on their way.
+        own_rows_due: the finished block's own rows are still to be written (it is applied at a boundary).
+    """
+
+    prefix: int
+    block: int
+    positions: Future[np.ndarray]
+    update: Future[SetUpdate]
+    own_rows_due: bool
+
+    @property
+    def ready(self) -> bool:
+        """Rows have arrived (or the selection failed)."""
+        if not self.update.done():
+            return False
+        if self.update.exception() is not None:
+            return True
+        ticket = self.update.result().ticket
+        return ticket is None or ticket.done()
+
+
+class Retriever:
+    """CPU side of offloading for all requests of an engine.
+
+    Args:
+        store: pool, index, selector and transfer.
+        scale: softmax scale of the model.
+        trace: receives spans.
+    """
+
+    def __init__(self, store: HostStore, scale: float, trace: Trace) -> None:
+        self.store = store
+        self.scale = scale
+        self.trace = trace
+        self.delay: Callable[[], None] | None = None  # injected sleeps of the race tests
+        self._worker = BackgroundWorker("herald-select")
+        self._indexers = ThreadPoolExecutor(store.num_threads, thread_name_prefix="herald-index")
+        self._bounce: list[torch.Tensor] = []
+
+    def close(self) -> None:
+        self._worker.close()
+        self._indexers.shutdown()
+
+    def store_layer(self, request: Request, layer: int, rows: torch.Tensor) -> Ticket:
+        """Send one layer's prefill KV to the request's pages and index it there.
+
+        Args:
+            rows: [kv_heads, n, 2 * head_dim] on the device; copied before this returns, so that the
+                caller may overwrite it with later work on the same stream.
+        """
+        assert request.pages is not None
+        size = self.store.layout.page_size
+        heads, n, width = rows.shape
+        whole = n // size
+        pages = request.pages[: -(-n // size)]
+        pool = self.store.pool.rows[layer]
+        # clone, not contiguous(): one page or one head would come back as a view of the caller's buffer
+        paged = _copy(rows[:, : whole * size].reshape(heads, whole, size, width).transpose(0, 1))
+        src, dst = [], []
+        for begin, end in page_runs(pages[:whole]):
+            src.append(paged[begin:end])
+            dst.append(pool[int(pages[begin]) : int(pages[begin]) + end - begin])
+        if n % size:
+            tail = _copy(rows[:, whole * size :])
+            src.extend(tail)
+            dst.extend(pool[int(pages[-1]), :, : n % size])
+        ticket = self.store.transfer.write_back(src, dst, after=_event(rows))
+        self._worker.submit(self._index_layer, request.request_id, ticket, layer, pages, n)
+        return ticket
+
+    def store_block(self, request: Request, rows: torch.Tensor, prefix: int) -> None:
+        """Send a finished block's final KV to the pool and index it.
+
+        Args:
+            rows: [layers, kv_heads, B, 2 * head_dim], contiguous, on the device.
+            prefix: positions before and in the block.
+        """
+        assert request.pages is not None
+        buffer = next((b for b in self._bounce if b.shape == rows.shape), None)
+        if buffer is None:
+            buffer = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+        else:
+            self._bounce = [b for b in self._bounce if b is not buffer]
+        ticket = self.store.transfer.write_back(rows, buffer, after=_event(rows))
+        start = prefix - request.block_length
+        page = int(request.pages[start // self.store.layout.page_size])
+        self._worker.submit(self._index_block, request.request_id, ticket, buffer, rows, page, start)
+
+    def select(self, request: Request, capture: Capture, block: int, own_rows_due: bool) -> Selection:
+        """Start the selection for a block of a request.
+
+        Args:
+            capture: queries of the block's lane, every position of it masked.
+            block: index of the block.
+            own_rows_due: see `Selection`; false for the block that is being denoised already.
+        """
+        prefix = block * request.block_length
+        positions = self._worker.submit(self._choose, request, capture, prefix, block)
+        update = self._worker.submit(self._bring, request, positions, prefix, own_rows_due)
+        return Selection(prefix, block, positions, update, own_rows_due)
+
+    def rebase(self, request: Request, selection: Selection) -> Selection:
+        """Compute the difference of a late selection anew, against the set as it is now."""
+        update = self._worker.submit(self._bring, request, selection.positions, selection.prefix, False)
+        return Selection(selection.prefix, selection.block, selection.positions, update, False)
+
+    def retire(self, request: Request) -> None:
+        """Give back a request's pages and rows once nothing on its way can touch them any more."""
+        self._worker.submit(self._release, request)
+
+    def drain(self) -> None:
+        """Wait for everything submitted so far."""
+        self._worker.submit(lambda: None).result()
+
+    def _release(self, request: Request) -> None:
+        selection, request.selection = request.selection, None
+        if selection is not None and selection.update.exception() is None:
+            ticket = selection.update.result().ticket
+            if ticket is not None:
+                ticket.wait_host()
+        if request.pages is not None:
+            self.store.pool.allocator.release(request.pages)
+        if request.resident is not None:
+            request.resident.release()
+
+    def _choose(self, request: Request, capture: Capture, prefix: int, block: int) -> np.ndarray:
+        assert request.resident is not None and request.pages is not None
+        if capture.ready is not None:
+            capture.ready.synchronize()
+        if self.delay is not None:
+            self.delay()
+        start = time.perf_counter()
+        first, last, k = request.resident.candidates(prefix)
+        queries, lse = capture.queries.numpy(), capture.lse.numpy()
+        positions = self.store.selector.select(request.pages, first, last, k, queries, lse, self.scale)
+        end = time.perf_counter()
+        self.trace.add(Span("selection", start, end, request.request_id, block))
+        request.counters.selection_seconds += end - start
+        request.counters.rows_selected += positions.size
+        return positions
+
+    def _bring(
+        self, request: Request, positions: Future[np.ndarray], prefix: int, own_rows_due: bool
+    ) -> SetUpdate:
+        """Difference against the resident set, and the transfer of what is missing."""
+        resident = request.resident
+        assert resident is not None and request.pages is not None
+        chosen = positions.result()
+        with resident.lock:
+            due = request.block_length if own_rows_due else 0
+            target = resident.target(prefix, chosen, prefix - due)
+            arrivals, slots, counts, free = difference(
+                resident.slot_positions, resident.length, np.ascontiguousarray(target), due
+            )
+            if not self.store.config.difference_only:
+                arrivals, slots, counts = add_kept_rows(resident, target, arrivals, slots, counts, prefix)
+            update = SetUpdate(resident.version, prefix, arrivals, slots, counts, free, None, int(counts.sum()))
+        if update.moved == 0:
+            return update
+        move = self._move(request, resident, arrivals, counts)
+        ticket = self.store.transfer.submit(move)
+        request.counters.rows_moved += update.moved
+        request.counters.bytes_moved += update.moved * self.store.layout.row_bytes
+        return SetUpdate(
+            update.version, prefix, arrivals, slots, counts, free, ticket, update.moved
+        )
+
+    def _move(
+        self, request: Request, resident: ResidentSet, arrivals: np.ndarray, counts: np.ndarray
+    ) -> RowMove:
+        assert request.pages is not None
+        pool = self.store.pool
+        layers, heads, order = np.nonzero(arrivals >= 0)
+        at = arrivals[layers, heads, order]
+        src = pool.row_ids(layers, heads, request.pages, at)
+        return RowMove(src, resident.staging_ids(counts))
+
+    def verify(self, request: Request, update: SetUpdate) -> None:
+        """Compare staged rows with their source (checksum mode).
+
+        Raises:
+            TransferCorrupted: a row differs.
+        """
+        if update.ticket is None or request.resident is None:
+            return
+        update.ticket.wait_host()
+        move = self._move(request, request.resident, update.positions, update.counts)
+        verify_rows(move, self.store.pool.flat_rows, request.resident.arena.flat_rows)
+
+    def _index_layer(self, request_id: str, ticket: Ticket, layer: int, pages: np.ndarray, n: int) -> None:
+        ticket.wait_host()
+        with self.trace.span("index", request_id):
+            self.store.index.append_span(pages, 0, n, layers=(layer, layer + 1), executor=self._indexers)
+
+    def _index_block(
+        self, request_id: str, ticket: Ticket, buffer: torch.Tensor, rows: torch.Tensor, page: int, start: int
+    ) -> None:
+        ticket.wait_host()
+        with self.trace.span("index", request_id):
+            offset = start % self.store.layout.page_size
+            count = buffer.shape[2]
+            self.store.pool.rows[:, page, :, offset : offset + count].copy_(buffer)
+            self.store.index.append_block(page, offset, count)
+        self._bounce = [*self._bounce[:7], buffer]
+
+
+def add_kept_rows(
+    resident: ResidentSet,
+    target: np.ndarray,
+    arrivals: np.ndarray,
+    slots: np.ndarray,
+    counts: np.ndarray,
+    prefix: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Make rows that stay travel too, each into the slot it has (``difference_only=False``).
+
+    Rows of the recent window are left out: they come from the device and may not be in the pool yet.
+
+    Args:
+        target: int32 [layers, kv_heads, m], ascending.
+        arrivals, slots, counts: a difference; see `herald.select.difference`.
+    """
+    last = prefix - window_rows(resident.config, resident.block_length)
+    shape = counts.shape
+    most = target.shape[2]
+    all_positions = np.full((*shape, most), -1, dtype=np.int32)
+    all_slots = np.full((*shape, most), -1, dtype=np.int32)
+    all_counts = np.zeros(shape, dtype=np.int32)
+    for layer, head in np.ndindex(shape):
+        held = resident.slot_positions[layer, head, : resident.length]
+        kept = np.nonzero(np.isin(held, target[layer, head]) & (held < last))[0]
+        count = counts[layer, head]
+        positions = np.concatenate([held[kept], arrivals[layer, head, :count]])
+        where = np.concatenate([kept.astype(np.int32), slots[layer, head, :count]])
+        all_positions[layer, head, : positions.size] = positions
+        all_slots[layer, head, : positions.size] = where
+        all_counts[layer, head] = positions.size
+    return all_positions, all_slots, all_counts
+
+
+def page_runs(pages: np.ndarray) -> list[tuple[int, int]]:
+    """Index ranges of consecutive page ids: ``[(begin, end)]`` into ``pages``."""
+    if not len(pages):
+        return []
+    breaks = np.nonzero(np.diff(pages) != 1)[0] + 1
+    edges = [0, *breaks.tolist(), len(pages)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def _copy(rows: torch.Tensor) -> torch.Tensor:
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def _event(rows: torch.Tensor) -> torch.cuda.Event | None:
+    """Event after the work that made ``rows``, None on a CPU."""
+    if not rows.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -1,0 +1,63 @@
+"""Policy: who is admitted, who prefills, who decodes in the next step."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from herald.config import EngineConfig
+from herald.engine.request import Phase, Request
+
+
+class Scheduler:
+    """First come, first served: one request prefills at a time, the others decode beside it.
+
+    Args:
+        config: limits.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def next_to_admit(self) -> Request | None:
+        """The request at the head of the queue, when a place is free."""
+        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
+            return None
+        return self.waiting[0]
+
+    def admitted(self, request: Request) -> None:
+        """The head of the queue has its memory and begins to prefill."""
+        assert self.waiting[0] is request
+        self.waiting.popleft()
+        request.phase = Phase.PREFILL
+        self.running.append(request)
+
+    def prefilling(self) -> Request | None:
+        """The oldest request whose prompt is not done."""
+        return next((r for r in self.running if r.phase is Phase.PREFILL), None)
+
+    def prefill_units(self) -> int | None:
+        """Units to run before the next decode step; None for as many as there are."""
+        decoding = any(r.phase is Phase.DECODE for r in self.running)
+        return self.config.prefill_units_per_step if decoding else None
+
+    def decoding(self) -> list[list[Request]]:
+        """Requests that decode, one list per block length."""
+        groups: dict[int, list[Request]] = {}
+        for request in self.running:
+            if request.phase is Phase.DECODE:
+                groups.setdefault(request.block_length, []).append(request)
+        return list(groups.values())
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that finished, failed or was aborted."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.phase = Phase.FINISHED

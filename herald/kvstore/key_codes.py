@@ -1,0 +1,225 @@
+"""Key codes: centre, rotate, quantise. nogil numba, with a fixed order of every float operation.
+
+A key k of a page with mean m becomes codes c and one scale s, such that
+
+    k  ~  m + R^T (c * s),      R = H diag(signs) / sqrt(n)
+
+with H the Walsh-Hadamard matrix of order n (head_dim padded to a power of two) and constant random signs.
+The rotation spreads outlier channels over all dimensions before one scale serves a whole row (the idea of
+QuaRot, arXiv 2404.00456, section 3, and RaBitQ, arXiv 2405.12497, section 3). R keeps dot products, so a
+rotated query meets the codes directly: q.k ~ q.m + s * (R q).c.
+
+Layout of one row's codes, W = n * bits / 8 bytes:
+    8 bits: byte i holds dimension i, two's complement, -127 .. 127.
+    4 bits: the low half of byte i holds dimension i, the high half dimension i + n/2, value + 8, -7 .. 7.
+    1 bit:  bit j of byte i holds dimension j * W + i, 1 for a value >= 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from herald.kvstore.row_values import load_keys
+from herald.kvstore.vectors import butterfly, hadamard_16
+
+# Any constant will do; the codes of a checkpoint's keys depend on it, so it never changes.
+_SIGN_SEED = 20240613
+# Below this a row is all zero for our purposes, and 127 / max would overflow.
+SMALLEST_MAXIMUM = np.float32(1e-30)
+SUM_LANES = 8
+
+
+def padded_dim(head_dim: int) -> int:
+    """Dimensions of a rotated key: the next power of two, at least 16 (one vector)."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def code_bytes(head_dim: int, bits: int) -> int:
+    """Bytes of one row's codes (0 for 16 bits, where the pool itself is scanned)."""
+    return 0 if bits == 16 else padded_dim(head_dim) * bits // 8
+
+
+def rotation_signs(head_dim: int) -> np.ndarray:
+    """The constant signs of the rotation, float32 [padded_dim]."""
+    rng = np.random.Generator(np.random.PCG64(_SIGN_SEED))
+    return np.where(rng.random(padded_dim(head_dim)) < 0.5, np.float32(-1), np.float32(1))
+
+
+@njit(nogil=True, cache=True)
+def walsh_hadamard(x: np.ndarray) -> None:
+    """Walsh-Hadamard transform in place, without its 1/sqrt(n). ``x`` [n] float32, n a power of two >= 16.
+
+    Partners are n/2, n/4 ... 1 apart; the element with the lower index gets the sum.
+    """
+    step = x.size // 2
+    while step >= 16:
+        for start in range(0, x.size, 2 * step):
+            for i in range(start, start + step, 16):
+                butterfly(x, i, i + step)
+        step //= 2
+    for i in range(0, x.size, 16):
+        hadamard_16(x, i)
+
+
+@njit(nogil=True, cache=True)
+def largest_magnitude(x: np.ndarray) -> np.float32:
+    """max |x|. Compares bit patterns as integers, which vectorises without relaxed float rules."""
+    bits = x.view(np.uint32)
+    largest = np.zeros(1, dtype=np.uint32)
+    running = np.uint32(0)
+    for i in range(bits.size):
+        magnitude = np.uint32(bits[i] & np.uint32(0x7FFFFFFF))
+        running = magnitude if magnitude > running else running
+    largest[0] = running
+    return largest.view(np.float32)[0]
+
+
+@njit(nogil=True, cache=True)
+def _sum_of_magnitudes(x: np.ndarray) -> np.float32:
+    """sum |x| in float32: lane j adds x[j], x[j + 8], ... in order; then lanes 0 .. 7 are added in order."""
+    lanes = np.zeros(SUM_LANES, dtype=np.float32)
+    for i in range(0, x.size, SUM_LANES):
+        for j in range(SUM_LANES):
+            lanes[j] += abs(x[i + j])
+    total = np.float32(0)
+    for j in range(SUM_LANES):
+        total += lanes[j]
+    return total
+
+
+@njit(nogil=True, cache=True)
+def _pack_8(x: np.ndarray, inverse: np.float32, codes: np.ndarray) -> None:
+    for i in range(x.size):
+        codes[i] = np.uint8(np.int8(np.int32(np.rint(x[i] * inverse))))
+
+
+@njit(nogil=True, cache=True)
+def _pack_4(x: np.ndarray, inverse: np.float32, codes: np.ndarray) -> None:
+    half = x.size // 2
+    for i in range(half):
+        low = np.int32(np.rint(x[i] * inverse)) + np.int32(8)
+        high = np.int32(np.rint(x[i + half] * inverse)) + np.int32(8)
+        codes[i] = np.uint8(low | (high << 4))
+
+
+@njit(nogil=True, cache=True)
+def _pack_1(x: np.ndarray, codes: np.ndarray) -> None:
+    width = codes.size
+    for i in range(width):
+        codes[i] = 0
+    for j in range(8):
+        for i in range(width):
+            bit = np.uint8(1) if x[j * width + i] >= np.float32(0) else np.uint8(0)
+            codes[i] |= np.uint8(bit << j)
+
+
+@njit(nogil=True, cache=True)
+def quantise(x: np.ndarray, bits: int, norm: np.float32, codes: np.ndarray) -> np.float32:
+    """Codes of an unnormalised rotated row ``x`` [n]; returns its scale.
+
+    8 and 4 bits: scale = (max|x| * norm) / top with top 127 or 7, code = rint(x * (top / max|x|)), ties to
+    even. 1 bit: scale = (sum|x| / n) * norm. ``norm`` = 1/sqrt(n) is left out of the codes, whose value it
+    does not change.
+    """
+    if bits == 1:
+        _pack_1(x, codes)
+        return (_sum_of_magnitudes(x) / np.float32(x.size)) * norm
+    top = np.float32(127) if bits == 8 else np.float32(7)
+    largest = largest_magnitude(x)
+    inverse = np.float32(0)
+    scale = np.float32(0)
+    if largest >= SMALLEST_MAXIMUM:
+        inverse = top / largest
+        scale = (largest * norm) / top
+    if bits == 8:
+        _pack_8(x, inverse, codes)
+    else:
+        _pack_4(x, inverse, codes)
+    return scale
+
+
+@njit(nogil=True, cache=True)
+def _fix_mean(keys: np.ndarray, count: int, mean: np.ndarray) -> None:
+    for d in range(mean.size):
+        mean[d] = np.float32(0)
+    for r in range(count):
+        for d in range(mean.size):
+            mean[d] += keys[r, d]
+    for d in range(mean.size):
+        mean[d] /= np.float32(count)
+
+
+@njit(nogil=True, cache=True)
+def encode_rows(
+    rows: np.ndarray,
+    start: int,
+    count: int,
+    kind: int,
+    bits: int,
+    signs: np.ndarray,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    mean: np.ndarray,
+) -> None:
+    """Build codes of rows ``start .. start + count`` of one page of one layer and head.
+
+    Args:
+        rows: [page_size, 2 * D] float32, or uint16 for the 16-bit kinds.
+        codes: [page_size, W] uint8; scales: [page_size] float32; mean: [D] float32. Written in place;
+            the mean only when ``start`` is 0.
+    """
+    head_dim = mean.size
+    n = signs.size
+    keys = np.empty((count, head_dim), dtype=np.float32)
+    load_keys(rows, start, count, kind, keys)
+    if start == 0:
+        _fix_mean(keys, count, mean)
+    norm = np.float32(1.0 / np.sqrt(n))
+    x = np.empty(n, dtype=np.float32)
+    for r in range(count):
+        for d in range(head_dim):
+            x[d] = (keys[r, d] - mean[d]) * signs[d]
+        for d in range(head_dim, n):
+            x[d] = np.float32(0)
+        walsh_hadamard(x)
+        scales[start + r] = quantise(x, bits, norm, codes[start + r])
+
+
+@njit(nogil=True, cache=True)
+def encode_span(
+    rows: np.ndarray,
+    layer_range: tuple[int, int],
+    page_ids: np.ndarray,
+    first: int,
+    last: int,
+    kind: int,
+    bits: int,
+    signs: np.ndarray,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    means: np.ndarray,
+) -> None:
+    """Build codes of positions ``first .. last`` of a request, for all heads of a range of layers.
+
+    ``page_ids`` [np] int32 are the request's pages in order of position; arrays are those of the whole
+    pool and index: rows [L, P, H, page_size, 2D], codes [L, P, H, page_size, W], scales, means.
+    """
+    num_heads, page_size = scales.shape[2], scales.shape[3]
+    for layer in range(layer_range[0], layer_range[1]):
+        for block in range(first // page_size, (last + page_size - 1) // page_size):
+            page = page_ids[block]
+            start = max(0, first - block * page_size)
+            stop = min(page_size, last - block * page_size)
+            for head in range(num_heads):
+                encode_rows(
+                    rows[layer, page, head],
+                    start,
+                    stop - start,
+                    kind,
+                    bits,
+                    signs,
+                    codes[layer, page, head],
+                    scales[layer, page, head],
+                    means[layer, page, head],
+                )

@@ -1,0 +1,152 @@
+"""The key index: compressed keys beside the pool, which the CPU scans instead of the rows."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from herald.config import IndexBits, check
+from herald.errors import UsageError
+from herald.hardware import usable_cores
+from herald.kvstore.host_memory import HostSlab
+from herald.kvstore.key_codes import code_bytes, encode_span, padded_dim, rotation_signs
+from herald.kvstore.pool import HostPool
+from herald.kvstore.row_values import as_numpy, value_kind
+
+# The float tile adds products of codes exactly as long as |sum| <= 127 * 127 * dim < 2 ** 24.
+_LARGEST_DIM = 1024
+
+
+class KeyIndex:
+    """Codes, scales and page means of every key in a pool (see `key_codes` for what they mean).
+
+    Args:
+        pool: the rows.
+        bits: 8, 4 or 1 bit a key component, or 16 for no codes: selection then reads the pool's keys.
+
+    Attributes:
+        codes: uint8 [L, P, H, page_size, padded_dim * bits / 8] (int8 codes in two's complement).
+        scales: float32 [L, P, H, page_size].
+        means: float32 [L, P, H, head_dim].
+        signs: float32 [padded_dim], the signs of the rotation.
+        num_bytes: memory the index takes.
+
+    With 16 bits the three arrays have no elements and every ``append`` returns at once. Appending to distinct
+    (page, layer) pairs from several threads is safe.
+    """
+
+    def __init__(self, pool: HostPool, bits: IndexBits = 8) -> None:
+        check(bits in (16, 8, 4, 1), "bits", bits, "use 16, 8, 4 or 1")
+        layout = pool.layout
+        check(
+            bits == 16 or padded_dim(layout.head_dim) <= _LARGEST_DIM,
+            "head_dim",
+            layout.head_dim,
+            f"use index_bits=16, or a head_dim of at most {_LARGEST_DIM}",
+        )
+        self.pool = pool
+        self.bits = bits
+        self.signs = rotation_signs(layout.head_dim)
+        self.kind = value_kind(layout.dtype)
+        pages = 0 if bits == 16 else pool.num_pages
+        prefix = (layout.num_layers, pages, layout.num_kv_heads)
+        shapes = (
+            (torch.uint8, (*prefix, layout.page_size, code_bytes(layout.head_dim, bits))),
+            (torch.float32, (*prefix, layout.page_size)),
+            (torch.float32, (*prefix, layout.head_dim)),
+        )
+        sizes = [dtype.itemsize * int(np.prod(shape)) for dtype, shape in shapes]
+        self.num_bytes = sum(sizes)
+        self._slabs = [HostSlab(max(1, size), pin=False) for size in sizes]
+        arrays = [slab.tensor(*shape).numpy() for slab, shape in zip(self._slabs, shapes)]
+        self.codes, self.scales, self.means = arrays
+
+    def append(self, layer: int, page: int, start: int, count: int) -> None:
+        """Build the codes of rows ``start .. start + count`` of ``page`` in ``layer``, all heads.
+
+        The page's mean is that of the rows appended with ``start == 0``; rows appended later use it, so
+        codes that exist never change. The first append to a page's new contents must start at 0.
+        """
+        self._append_page((layer, layer + 1), page, start, count)
+
+    def append_block(self, page: int, start: int, count: int) -> None:
+        """`append` for every layer: a finished block's rows."""
+        self._append_page((0, self.pool.layout.num_layers), page, start, count)
+
+    def append_span(
+        self,
+        page_ids: np.ndarray,
+        first: int,
+        last: int,
+        layers: tuple[int, int] | None = None,
+        executor: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """Build the codes of positions ``first .. last`` of a request whose pages are ``page_ids``.
+
+        Args:
+            layers: (first, last + 1) layer, None for all.
+            executor: run on its threads, in pieces of whole pages; None runs on the calling thread.
+        """
+        layout = self.pool.layout
+        layers = layers or (0, layout.num_layers)
+        pages = np.ascontiguousarray(page_ids, dtype=np.int32)
+        limit = len(pages) * layout.page_size
+        if not 0 <= first <= last <= limit:
+            raise UsageError(f"positions {first} to {last} lie outside the pages", f"use 0 to {limit}")
+        if executor is None:
+            self._encode(layers, pages, first, last)
+            return
+        piece = max(1, len(pages) // (4 * usable_cores())) * layout.page_size
+        starts = [first, *range((first // piece + 1) * piece, last, piece)]
+        jobs = [
+            executor.submit(self._encode, (layer, layer + 1), pages, low, high)
+            for layer in range(*layers)
+            for low, high in zip(starts, [*starts[1:], last])
+        ]
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        """Give the memory back. Closing twice is allowed."""
+        if not self._slabs[0].closed:
+            del self.codes, self.scales, self.means
+            for slab in self._slabs:
+                slab.close()
+
+    def __enter__(self) -> KeyIndex:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _append_page(self, layers: tuple[int, int], page: int, start: int, count: int) -> None:
+        layout = self.pool.layout
+        if not (start >= 0 and count >= 0 and start + count <= layout.page_size):
+            raise UsageError(
+                f"rows {start} to {start + count} lie outside a page", f"use rows 0 to {layout.page_size}"
+            )
+        if not 0 <= page < self.pool.num_pages:
+            raise UsageError(f"page {page} does not exist", f"use pages 0 to {self.pool.num_pages - 1}")
+        self._encode(layers, np.array([page], dtype=np.int32), start, start + count)
+
+    def _encode(self, layers: tuple[int, int], pages: np.ndarray, first: int, last: int) -> None:
+        if self.bits == 16 or last <= first:
+            return
+        encode_span(
+            as_numpy(self.pool.rows),
+            layers,
+            pages,
+            first,
+            last,
+            self.kind,
+            self.bits,
+            self.signs,
+            self.codes,
+            self.scales,
+            self.means,
+        )

@@ -1,0 +1,85 @@
+"""`BlockModel`: the pieces of a forward that a family provides. Attention stays with the caller."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+
+from herald.models.config import ModelConfig
+from herald.models.rope import RotaryEmbedding
+from herald.models.weights import Parameter
+
+
+class BlockModel(ABC):
+    """Weights of one checkpoint on one device.
+
+    A forward over T positions is ``embed``, then for each layer ``qkv``, attention by the caller and
+    ``finish_layer``, then ``logits``. Nothing here keeps state or synchronises the device.
+
+    Args:
+        config: shape of the model.
+        tensors: what `parameters` lists, by name; all on one device, of one dtype.
+    """
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+        first = next(iter(tensors.values()))
+        self.config = config
+        self.device: torch.device = first.device
+        self.dtype: torch.dtype = first.dtype
+        self.weight_bytes: int = sum(tensor.nbytes for tensor in tensors.values())
+        self.softmax_scale: float = config.head_dim**-0.5
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling, self.device)
+
+    @classmethod
+    @abstractmethod
+    def parameters(cls, config: ModelConfig) -> list[Parameter]:
+        """Every tensor of the model and the checkpoint tensors it is made of."""
+
+    @classmethod
+    def tolerated(cls, config: ModelConfig) -> frozenset[str]:
+        """Checkpoint tensors that may be there and are not read."""
+        return frozenset()
+
+    @abstractmethod
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``token_ids`` [T] int64 -> hidden states [T, hidden_size]."""
+
+    @abstractmethod
+    def qkv(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Input norm and projections: [T, hidden_size] -> [T, (num_heads + 2 num_kv_heads) * head_dim].
+
+        Queries, then keys, then values, head after head; neither normed nor rotated.
+        """
+
+    @abstractmethod
+    def qk_norm_weights(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Weights of the query and key norms, each [head_dim], None where the family has none."""
+
+    @abstractmethod
+    def finish_layer(self, layer: int, hidden: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+        """The rest of a layer: output projection, residual, norm, MLP, residual.
+
+        ``hidden`` [T, hidden_size] is the layer's input, ``attention`` [T, num_heads * head_dim].
+        Returns new hidden states [T, hidden_size].
+        """
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and head: [T, hidden_size] -> [T, vocab_size] in the model's dtype."""
+
+    def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``positions`` [T] int64 -> (cos, sin), each [T, head_dim / 2] float32."""
+        return self.rotary(positions)
+
+    def dense_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """One forward of a whole sequence from position 0, block-causal, in plain torch.
+
+        The truth that faster paths are held to; memory grows with the square of the length.
+
+        ``input_ids`` [n] int64 -> [n, vocab_size] float32; row i predicts position i.
+        """
+        from herald.models.dense import dense_logits
+
+        return dense_logits(self, input_ids)

@@ -1,0 +1,222 @@
+"""`ModelConfig`: what the runtime needs to know of a checkpoint, read from its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from herald.config import check
+from herald.errors import InvalidOption, ModelNotFound, WeightsError
+from herald.models.registry import Family, find_family
+from herald.models.rope import RopeScaling, read_rope
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a block-diffusion model and how it decodes.
+
+    Attributes:
+        family: name of the `herald.models.registry.Family` that reads it.
+        num_heads, num_kv_heads: query heads, and the KV heads they share in equal groups.
+        max_position_embeddings: positions of the training; see `max_positions` for the limit.
+        qk_norm: RMSNorm on every query and key head before the rotation.
+        attention_bias: biases on the query, key, value and output projections.
+        block_length: positions denoised together.
+        mask_token_id: the token a position holds until it is committed.
+        eos_token_ids: any of them ends a sequence.
+        dtype: of the checkpoint's weights.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qk_norm: bool
+    attention_bias: bool
+    block_length: int
+    mask_token_id: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for field in (
+            "num_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_heads",
+            "num_kv_heads",
+            "vocab_size",
+        ):
+            check(getattr(self, field) >= 1, field, getattr(self, field), "use 1 or more")
+        check(
+            self.num_heads % self.num_kv_heads == 0,
+            "num_kv_heads",
+            self.num_kv_heads,
+            f"use a divisor of num_heads={self.num_heads}",
+        )
+        check(self.head_dim >= 2 and self.head_dim % 2 == 0, "head_dim", self.head_dim, "use an even number")
+        check(
+            1 <= self.block_length <= self.max_position_embeddings,
+            "block_length",
+            self.block_length,
+            "use the length the checkpoint was trained with, such as 4 or 32",
+        )
+        check(
+            0 <= self.mask_token_id < self.vocab_size,
+            "mask_token_id",
+            self.mask_token_id,
+            f"pass mask_token_id, the checkpoint's mask token in [0, {self.vocab_size})",
+        )
+
+    @property
+    def max_positions(self) -> int:
+        """Positions a request may use: the training's, or what the rotary scaling extends them to."""
+        scaling = self.rope_scaling
+        if scaling is None:
+            return self.max_position_embeddings
+        if scaling.kind == "linear":
+            return int(self.max_position_embeddings * scaling.factor)
+        return max(self.max_position_embeddings, int(scaling.original_max_positions * scaling.factor))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file of a model folder.
+
+    Raises:
+        ModelNotFound: the file is absent.
+        WeightsError: it is not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelNotFound(
+            f"{path} does not exist", "pass the folder of a complete checkpoint (config.json, *.safetensors)"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path} cannot be read ({error})", "download or write the file again") from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path} holds {type(value).__name__}, not an object", "download the file again")
+    return value
+
+
+def read_config(path: str | Path, block_length: int = 0, mask_token_id: int | None = None) -> ModelConfig:
+    """Read ``config.json`` and, where there is one, ``generation_config.json`` of a model folder.
+
+    Released checkpoints may name neither block length nor mask token; then the family's stand in.
+
+    Args:
+        path: model folder.
+        block_length: overrides the checkpoint's, 0 to keep it.
+        mask_token_id: overrides the checkpoint's, None to keep it.
+
+    Raises:
+        ModelNotFound: there is no ``config.json``.
+        UnknownArchitecture: no family reads it.
+        WeightsError: a file or a field is missing or unreadable.
+        InvalidOption: a value is out of range or asks for something that is not built.
+    """
+    folder = Path(path)
+    raw = read_json(folder / "config.json")
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    check(block_length >= 0, "block_length", block_length, "use 0 for the checkpoint's")
+    family = find_family(raw.get("architectures") or ())
+    _refuse_unsupported(raw)
+
+    num_heads = _integer(raw, "num_attention_heads")
+    hidden_size = _integer(raw, "hidden_size")
+    max_positions = _integer(raw, "max_position_embeddings")
+    rope_theta, rope_scaling = read_rope(raw, max_positions)
+    return ModelConfig(
+        family=family.name,
+        num_layers=_integer(raw, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=_integer(raw, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=_integer(raw, "num_key_value_heads", num_heads),
+        head_dim=_integer(raw, "head_dim", hidden_size // max(num_heads, 1)),
+        vocab_size=_integer(raw, "vocab_size"),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qk_norm=family.qk_norm,
+        attention_bias=bool(raw.get("attention_bias", False)),
+        block_length=block_length or _block_length(raw, family),
+        mask_token_id=_integer(raw, "mask_token_id", family.mask_token_id)
+        if mask_token_id is None
+        else mask_token_id,
+        eos_token_ids=_token_ids(_either("eos_token_id", generation, raw)),
+        bos_token_id=_either("bos_token_id", generation, raw),
+        pad_token_id=_either("pad_token_id", generation, raw),
+        dtype=_dtype(raw),
+    )
+
+
+def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise WeightsError(
+            f"config.json: {key}={value!r} is not an integer", f"restore the checkpoint's {key}"
+        )
+    return value
+
+
+def _either(key: str, generation: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
+    """What the generation settings say, else the configuration."""
+    value = generation.get(key)
+    return raw.get(key) if value is None else value
+
+
+def _block_length(raw: Mapping[str, Any], family: Family) -> int:
+    for key in family.block_length_keys:
+        if raw.get(key) is not None:
+            return _integer(raw, key)
+    return family.block_length
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
+    name = raw.get("dtype", raw.get("torch_dtype")) or "float32"
+    if name not in DTYPES:
+        raise InvalidOption(
+            f"config.json: dtype={name!r} is not supported", f"use one of {', '.join(DTYPES)}"
+        )
+    return DTYPES[name]
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    activation = raw.get("hidden_act", "silu")
+    check(activation == "silu", "hidden_act", activation, "only 'silu' checkpoints are supported")
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    check(window is None, "sliding_window", window, "use a checkpoint with use_sliding_window=false")
+    quantised = raw.get("quantization_config")
+    check(
+        quantised is None, "quantization_config", quantised, "use the float32, float16 or bfloat16 checkpoint"
+    )

@@ -1,0 +1,83 @@
+"""Model families by the ``architectures`` that a ``config.json`` names.
+
+A family is one module of this package and one entry here. Nothing heavy is imported: the entry names
+its class, which is imported when a model is built.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from herald.errors import UnknownArchitecture
+
+if TYPE_CHECKING:
+    from herald.models.base import BlockModel
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of a family before its weights are read.
+
+    Attributes:
+        name: value of `ModelConfig.family`.
+        architectures: the names in ``config.json`` that mean this family.
+        model: ``"module:class"`` of its `BlockModel`.
+        block_length_keys: keys of ``config.json`` that may hold the block length, first one wins.
+        block_length: block length of released checkpoints whose configuration is silent.
+        mask_token_id: mask token of released checkpoints whose configuration is silent.
+        qk_norm: whether queries and keys pass an RMSNorm for each head.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    model: str
+    block_length_keys: tuple[str, ...]
+    block_length: int
+    mask_token_id: int
+    qk_norm: bool
+
+    def model_class(self) -> type[BlockModel]:
+        module, _, name = self.model.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="sdar",
+        architectures=("SDARForCausalLM",),
+        model="herald.models.sdar:SdarModel",
+        block_length_keys=("block_size", "block_length"),
+        block_length=4,
+        mask_token_id=151669,
+        qk_norm=True,
+    ),
+)
+
+
+def known_architectures() -> list[str]:
+    return sorted(name for family in FAMILIES for name in family.architectures)
+
+
+def family_named(name: str) -> Family:
+    """The family whose `Family.name` is ``name``. Raises KeyError."""
+    return {family.name: family for family in FAMILIES}[name]
+
+
+def find_family(architectures: Sequence[str]) -> Family:
+    """The family that reads the first known name of ``architectures``.
+
+    Raises:
+        UnknownArchitecture: none is known; lists those that are.
+    """
+    for wanted in architectures:
+        for family in FAMILIES:
+            if wanted in family.architectures:
+                return family
+    named = ", ".join(architectures) or "none at all"
+    raise UnknownArchitecture(
+        f"config.json names the architecture {named}, which no family reads",
+        f"use a checkpoint of one of: {', '.join(known_architectures())}",
+    )

@@ -1,0 +1,210 @@
+"""Reads safetensors checkpoints, whole or in shards, tensor by tensor straight to the device."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from tqdm import tqdm
+
+from herald.errors import WeightsError
+from herald.models.config import read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+# some exporters store the rotary buffer, which is computed here
+TOLERATED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+SHOWN_NAMES = 8
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the checkpoint: its name there and the shape it must have."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A tensor of the model: its sources, joined along the first dimension."""
+
+    name: str
+    sources: tuple[Source, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.sources[0].shape
+        return (sum(source.shape[0] for source in self.sources), *first[1:])
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies and what its header says."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The safetensors files of a folder: headers are read and sizes checked, data is not touched.
+
+    Args:
+        folder: holds ``model.safetensors``, or shards and ``model.safetensors.index.json``.
+
+    Raises:
+        WeightsError: no weights, a shard is missing, a file is truncated or not safetensors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        for file in weight_files(folder):
+            self.tensors.update(read_header(file))
+
+    def verify(self, sources: Iterable[Source], tolerated: frozenset[str] = frozenset()) -> None:
+        """Hold the files to ``sources``; names in ``tolerated`` may be there and are left unread.
+
+        Raises:
+            WeightsError: names what is missing, unexpected, mis-shaped or not of a float type.
+        """
+        wanted = {source.name: source.shape for source in sources}
+        known = wanted.keys() & self.tensors.keys()
+        unexpected = {
+            name for name in self.tensors.keys() - wanted.keys() - tolerated if not TOLERATED.search(name)
+        }
+        problems = [
+            _listed("missing", wanted.keys() - self.tensors.keys()),
+            _listed("unexpected", unexpected),
+            _listed(
+                "mis-shaped",
+                {
+                    f"{name} {list(self.tensors[name].shape)} instead of {list(wanted[name])}"
+                    for name in known
+                    if self.tensors[name].shape != wanted[name]
+                },
+            ),
+            _listed(
+                f"not of a type in {', '.join(FLOAT_DTYPES)}",
+                {
+                    f"{name} {self.tensors[name].dtype}"
+                    for name in known
+                    if self.tensors[name].dtype not in FLOAT_DTYPES
+                },
+            ),
+        ]
+        if any(problems):
+            raise WeightsError(
+                f"weights in {self.folder} do not fit config.json: {'; '.join(filter(None, problems))}",
+                "use the config.json and the weights of one checkpoint",
+            )
+
+
+def _listed(what: str, names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - SHOWN_NAMES} more" if len(ordered) > SHOWN_NAMES else ""
+    return f"{what}: {', '.join(ordered[:SHOWN_NAMES])}{more}" if ordered else ""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, by its index where it has one.
+
+    Raises:
+        WeightsError: there are none, or the index names a file that is not there.
+    """
+    index_path = folder / INDEX_FILE
+    if not index_path.exists():
+        if (folder / SINGLE_FILE).exists():
+            return [folder / SINGLE_FILE]
+        raise WeightsError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}",
+            "download the weights too, or convert them to safetensors",
+        )
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{index_path} has no weight_map", "download the file again")
+    names = sorted(set(weight_map.values()))
+    absent = [name for name in names if not (folder / name).exists()]
+    if absent:
+        raise WeightsError(
+            f"{_listed('shards named by the index are missing', absent)} (of {len(names)} in {folder})",
+            "download the missing files",
+        )
+    return [folder / name for name in names]
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Names, types and shapes in a safetensors file, whose size must be what its header promises.
+
+    Raises:
+        WeightsError: the file is truncated or its header cannot be read.
+    """
+    actual = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= actual - 8:
+            raise WeightsError(
+                f"{file} is truncated or no safetensors file ({actual} bytes, header of {length} bytes)",
+                "download it again",
+            )
+        try:
+            header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            tensors = {
+                name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]))
+                for name, entry in header.items()
+            }
+            expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightsError(f"{file} has an unreadable header ({error!r})", "download it again") from error
+    if actual != expected:
+        raise WeightsError(
+            f"{file} has {actual} bytes where its header promises {expected}", "download it again"
+        )
+    return tensors
+
+
+def load_parameters(
+    checkpoint: Checkpoint,
+    parameters: Sequence[Parameter],
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerated: frozenset[str] = frozenset(),
+) -> dict[str, torch.Tensor]:
+    """All ``parameters`` on ``device`` in ``dtype``, by their name in the model.
+
+    Files are memory-mapped and each tensor is converted on its own into its place, so host memory
+    beyond the page cache holds one tensor at a time.
+
+    Raises:
+        WeightsError: see `Checkpoint.verify`.
+    """
+    checkpoint.verify((source for parameter in parameters for source in parameter.sources), tolerated)
+    loaded: dict[str, torch.Tensor] = {}
+    by_file: dict[Path, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    for parameter in parameters:
+        target = torch.empty(parameter.shape, dtype=dtype, device=device)
+        loaded[parameter.name] = target
+        places = target.split([source.shape[0] for source in parameter.sources])
+        for source, place in zip(parameter.sources, places, strict=True):
+            by_file[checkpoint.tensors[source.name].file].append((source.name, place))
+
+    total = sum(len(copies) for copies in by_file.values())
+    # disable=None: a bar on a terminal only
+    with tqdm(total=total, desc="loading weights", unit="tensor", disable=None) as progress:
+        for file, copies in by_file.items():
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                for name, place in copies:
+                    place.copy_(tensors.get_tensor(name))
+                    progress.update()
+    return loaded

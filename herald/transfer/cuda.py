@@ -1,0 +1,173 @@
+"""What the ways to a CUDA device share: tickets made of events, reused buffers, copies to the host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from herald.transfer.base import Span, Ticket, Transfer, copy_pairs
+from herald.transfer.streams import DeviceClock, DeviceStreams
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class DeviceTicket(Ticket):
+    """Completion of work on the copy stream, between two timed events.
+
+    The work may still have to be issued, by a worker thread: until then `wait_host` and `wait_device`
+    block the calling thread.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, clock: DeviceClock) -> None:
+        super().__init__(num_bytes)
+        self._device = device
+        self._clock = clock
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._issued_at = 0.0
+        self._issued = threading.Event()
+        self._span: Span | None = None
+
+    def begin(self) -> None:
+        """Record the start on the current stream."""
+        self._issued_at = time.perf_counter()
+        self._start.record()
+
+    def finish_issue(self) -> None:
+        """Record the end on the current stream: everything has been issued."""
+        self._end.record()
+        self._issued.set()
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        self._issued.set()
+
+    def _complete(self) -> bool:
+        return self._issued.is_set() and (self.failed or self._end.query())
+
+    def wait_host(self) -> None:
+        self._wait_issued()
+        self._end.synchronize()
+
+    def wait_device(self) -> None:
+        self._wait_issued()
+        torch.cuda.current_stream(self._device).wait_event(self._end)
+
+    def _wait_issued(self) -> None:
+        self._issued.wait()
+        self.raise_error()
+
+    @property
+    def span(self) -> Span | None:
+        if self._span is None and not self.failed and self._complete():
+            self._span = self._clock.span(self._start, self._end, self._issued_at)
+        return self._span
+
+
+class RingSlot(Protocol):
+    """A set of buffers that asynchronous work uses until ``busy`` (an event, None at first) happens."""
+
+    busy: Any
+
+
+Slot = TypeVar("Slot", bound=RingSlot)
+
+
+class Ring(Generic[Slot]):
+    """Buffers used in turn, each again only when the device is through with it.
+
+    Args:
+        make: makes a slot.
+        size: how many.
+    """
+
+    def __init__(self, make: Callable[[], Slot], size: int) -> None:
+        self._free = deque(make() for _ in range(size))
+
+    def acquire(self) -> Slot:
+        """The slot that was released first; blocks until its work is complete."""
+        slot = self._free[0]
+        if slot.busy is not None:
+            slot.busy.synchronize()
+        return self._free.popleft()
+
+    def release(self, slot: Slot) -> None:
+        """Give a slot back after the work issued so far on the current stream."""
+        event = torch.cuda.Event()
+        event.record()
+        slot.busy = event
+        self._free.append(slot)
+
+
+class CudaTransfer(Transfer):
+    """Base of the transfers to a CUDA device.
+
+    Args:
+        pool_rows: see `Transfer`.
+        arena_rows: see `Transfer`.
+        streams: streams of the arena's device, or None to make them.
+    """
+
+    def __init__(
+        self, pool_rows: torch.Tensor, arena_rows: torch.Tensor, streams: DeviceStreams | None = None
+    ) -> None:
+        super().__init__(pool_rows, arena_rows)
+        self.streams = streams if streams is not None else DeviceStreams(arena_rows.device)
+        # Whoever filled the arena did so on the compute stream.
+        self.streams.copy.wait_stream(torch.cuda.current_stream(self.streams.device))
+        self._clock = DeviceClock(self.streams.device)
+        self._in_flight: deque[tuple[DeviceTicket, Pairs]] = deque()
+
+    def _ticket(self, num_bytes: int) -> DeviceTicket:
+        return DeviceTicket(num_bytes, self.streams.device, self._clock)
+
+    def write_back(
+        self,
+        src: torch.Tensor | Sequence[torch.Tensor],
+        dst: torch.Tensor | Sequence[torch.Tensor],
+        after: Any = None,
+    ) -> Ticket:
+        pairs = copy_pairs(src, dst)
+        ticket = self._ticket(sum(target.nbytes for _, target in pairs))
+        with self._lock:
+            self._check_open()
+            self._track(ticket)
+            # Tensors dropped by the caller live on here, else their memory would be handed out again
+            # while the copy engine still reads or writes it.
+            while self._in_flight and self._in_flight[0][0]._complete():
+                self._in_flight.popleft()
+            self._in_flight.append((ticket, pairs))
+            self._start(lambda: self._copy_back(pairs), after, ticket)
+        return ticket
+
+    def _start(self, issue: Callable[[], None], after: Any, ticket: DeviceTicket) -> None:
+        """Have ``issue`` put its work on the copy stream, now or in the order of a worker thread."""
+        self._issue(issue, after, ticket)
+
+    def _issue(self, issue: Callable[[], None], after: Any, ticket: DeviceTicket) -> None:
+        try:
+            with self.streams.on_copy():
+                if after is not None:
+                    self.streams.copy.wait_event(after)
+                if self.delay is not None:
+                    self.delay()
+                ticket.begin()
+                issue()
+                ticket.finish_issue()
+        except BaseException as error:
+            ticket.fail(error)
+
+    def _copy_back(self, pairs: Pairs) -> None:
+        for source, target in pairs:
+            target.copy_(source, non_blocking=True)
+
+    def _drain(self) -> None:
+        """Wait for the copy stream, then let go of what was kept for it."""
+        self.streams.copy.synchronize()
+        self._in_flight.clear()
+        self._raise_unseen()

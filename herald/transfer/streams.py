@@ -1,0 +1,125 @@
+"""Streams and events that look the same on the CPU, where work is finished when a call returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# A base event older than this is replaced: the two clocks drift, and event times are float32.
+BASE_SECONDS = 30.0
+
+
+class HostEvent:
+    """A moment of the host, with the methods of `torch.cuda.Event` that this package uses."""
+
+    def __init__(self) -> None:
+        self.time = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Milliseconds from this event to ``end``."""
+        return (end.time - self.time) * 1e3
+
+
+class DeviceStreams:
+    """The two streams of a device: ``compute``, current when this is made, and ``copy``.
+
+    The copy stream has high priority: its few blocks get the next free SM instead of waiting behind
+    the compute stream's grids. On the CPU both are None and every method returns at once.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.is_cuda = self.device.type == "cuda"
+        self.compute: Any = None
+        self.copy: Any = None
+        if self.is_cuda:
+            if self.device.index is None:
+                self.device = torch.device("cuda", torch.cuda.current_device())
+            self.compute = torch.cuda.current_stream(self.device)
+            self.copy = torch.cuda.Stream(self.device, priority=-1)
+
+    @contextmanager
+    def on_copy(self) -> Iterator[None]:
+        """Make the device and its copy stream current for the calling thread."""
+        if not self.is_cuda:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.copy):
+            yield
+
+    def record_event(self, timed: bool = False) -> Any:
+        """An event after the work issued so far on the calling thread's current stream.
+
+        Returns:
+            A torch.cuda.Event; on the CPU None, or a `HostEvent` if ``timed``.
+        """
+        if not self.is_cuda:
+            return HostEvent() if timed else None
+        event = torch.cuda.Event(enable_timing=timed)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        """Make later work on the calling thread's current stream wait for ``event`` (None: nothing)."""
+        if self.is_cuda and event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def synchronize(self) -> None:
+        """Block until the device has finished everything."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+
+class DeviceClock:
+    """Puts timed events of a device on the clock of `time.perf_counter`.
+
+    One event is recorded on an idle stream and waited for, which ties the two clocks together to some
+    microseconds. That happens when a time is asked for, never while work is issued.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._base: tuple[Any, float] | None = None
+
+    def span(self, start: Any, end: Any, issued: float) -> tuple[float, float]:
+        """Times of two timed events that both have happened.
+
+        Args:
+            start: the earlier event.
+            end: the later one.
+            issued: `time.perf_counter` when they were about to be recorded.
+        """
+        seconds = start.elapsed_time(end) / 1e3
+        base = self._base
+        # Only of two events in a known order is the elapsed time defined.
+        if base is not None and base[1] < issued < base[1] + BASE_SECONDS:
+            begin = base[1] + base[0].elapsed_time(start) / 1e3
+        else:
+            event, now = self._record_base()
+            begin = now - start.elapsed_time(event) / 1e3
+        return begin, begin + seconds
+
+    def _record_base(self) -> tuple[Any, float]:
+        event = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.device(self._device):
+            event.record(self._stream)
+            event.synchronize()
+        self._base = event, time.perf_counter()
+        return self._base

@@ -1,0 +1,28 @@
+"""The operations of HERALD's forward: each with a torch reference, a Triton kernel and one dispatch point.
+
+Words and layouts are those of the design: a *row* is one token's K then V in one KV head (``2 * head_dim``
+values), a *lane* is the B positions of one block in a forward. The package never imports ``herald``, and it
+imports without Triton.
+"""
+
+from herald_kernels.dispatch import OPS, Backend, backend
+from herald_kernels.ops.commit import commit
+from herald_kernels.ops.copy_rows import copy_rows
+from herald_kernels.ops.greedy_confidence import greedy_confidence
+from herald_kernels.ops.prefill_attention import prefill_attention
+from herald_kernels.ops.qk_norm_rope import qk_norm_rope
+from herald_kernels.ops.resident_attention import resident_attention
+from herald_kernels.ops.score_rows import score_rows
+
+__all__ = [
+    "OPS",
+    "Backend",
+    "backend",
+    "commit",
+    "copy_rows",
+    "greedy_confidence",
+    "prefill_attention",
+    "qk_norm_rope",
+    "resident_attention",
+    "score_rows",
+]

@@ -1,0 +1,1 @@
+"""One folder an operation: the public function, its torch reference and its Triton kernel."""

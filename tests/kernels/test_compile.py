@@ -1,0 +1,137 @@
+"""Every kernel compiles for a Hopper GPU, within its shared memory, on a machine that has no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+GPUTarget = importlib.import_module("triton.backends.compiler").GPUTarget
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on the GPU compile the kernels"),
+]
+
+SHARED_BYTES_OF_HOPPER = 227 << 10
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class NoDevice:
+    """As much of a Triton driver as compiling needs."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The kernels that were launched, compiled and not run."""
+    jit_function = importlib.import_module("triton.runtime.jit").JITFunction
+    launch: Callable[..., Any] = jit_function.run
+    kernels: list[Any] = []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernels.append(launch(self, *args, grid=grid, warmup=True, **kwargs))
+
+    monkeypatch.setattr(jit_function, "run", compile_only)
+    driver = triton.runtime.driver
+    before = dict(vars(driver))
+    driver.set_active(NoDevice())
+    yield kernels
+    # `reset_active` would look for a real driver.
+    vars(driver).update(before)
+
+
+def kernel_of(op: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"herald_kernels.ops.{op}.triton_kernel"), op)
+
+
+def check(kernels: list[Any], dtype: torch.dtype, products: bool) -> None:
+    """All fit into an SM; 16-bit products use the matrix units, float32 ones do not (it would be tf32)."""
+    assert kernels
+    ptx = "".join(kernel.asm["ptx"] for kernel in kernels)
+    assert max(kernel.metadata.shared for kernel in kernels) <= SHARED_BYTES_OF_HOPPER
+    assert all(kernel.asm["cubin"] for kernel in kernels)
+    assert ("mma." in ptx) == (products and dtype != FP32)
+
+
+@pytest.mark.parametrize(
+    ("block_length", "group", "head_dim", "max_length", "dtype"),
+    [
+        (4, 1, 128, 10_000, BF16),
+        (32, 4, 128, 10_000, BF16),
+        (32, 4, 128, 200, BF16),
+        (64, 8, 64, 10_000, BF16),
+        (16, 3, 256, 10_000, BF16),
+        (32, 4, 128, 10_000, FP32),
+    ],
+    ids=str,
+)
+def test_resident_attention(
+    compiled: list[Any], block_length: int, group: int, head_dim: int, max_length: int, dtype: torch.dtype
+) -> None:
+    lanes = torch.zeros(2, dtype=torch.int32)
+    q = torch.zeros(2, block_length, 2 * group, head_dim, dtype=dtype)
+    rows = torch.zeros(2, 2, block_length, 2 * head_dim, dtype=dtype)
+    arena = torch.zeros(2, 8, 2 * head_dim, dtype=dtype)
+    length = torch.zeros(2, 2, dtype=torch.int32)
+    kernel_of("resident_attention")(q, rows, arena, lanes.long(), length, lanes, 0.1, max_length)
+    assert len(compiled) == (1 if max_length <= 256 else 2)
+    check(compiled, dtype, products=True)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (128, FP32)], ids=str)
+def test_prefill_attention(compiled: list[Any], head_dim: int, dtype: torch.dtype) -> None:
+    q, rows = torch.zeros(64, 8, head_dim, dtype=dtype), torch.zeros(2, 96, 2 * head_dim, dtype=dtype)
+    kernel_of("prefill_attention")(q, rows, 32, 32, 0.1)
+    check(compiled, dtype, products=True)
+
+
+@pytest.mark.parametrize(("operator", "dtype"), [("max", BF16), ("sum", BF16), ("max", FP32)], ids=str)
+def test_score_rows(compiled: list[Any], operator: str, dtype: torch.dtype) -> None:
+    q, rows = torch.zeros(32, 8, 128, dtype=dtype), torch.zeros(2, 300, 256, dtype=dtype)
+    kernel_of("score_rows")(q, torch.zeros(32, 8), rows, 0.1, operator)
+    check(compiled, dtype, products=True)
+
+
+def test_qk_norm_rope(compiled: list[Any]) -> None:
+    qkv, weight, phase = (
+        torch.zeros(32, 12 * 128, dtype=BF16),
+        torch.zeros(128, dtype=BF16),
+        torch.zeros(32, 64),
+    )
+    q_out, rows_out = torch.zeros(32, 8, 128, dtype=BF16), torch.zeros(2, 2, 16, 256, dtype=BF16)
+    kernel_of("qk_norm_rope")(qkv, weight, weight, phase, phase, q_out, rows_out, 8, 2, 1e-6)
+    check(compiled, BF16, products=False)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_greedy_confidence(compiled: list[Any], dtype: torch.dtype) -> None:
+    kernel_of("greedy_confidence")(torch.zeros(4, 151_936, dtype=dtype))
+    check(compiled, dtype, products=False)
+
+
+def test_commit(compiled: list[Any]) -> None:
+    tokens, confidence = torch.zeros(2, 32, dtype=torch.int64), torch.zeros(2, 32)
+    quota = torch.zeros(2, dtype=torch.int32)
+    kernel_of("commit")(tokens, tokens > 0, tokens, confidence, quota, confidence[:, 0])
+    check(compiled, FP32, products=False)
+
+
+def test_copy_rows_moves_sixteen_bytes_at_once(compiled: list[Any]) -> None:
+    rows, ids = torch.zeros(8, 256, dtype=BF16), torch.arange(8)
+    kernel_of("copy_rows")(rows, ids, rows, ids)
+    check(compiled, BF16, products=False)
+    assert "ld.global.v2.b64" in compiled[0].asm["ptx"] or "ld.global.v4.b32" in compiled[0].asm["ptx"]

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+
+from herald.config import OffloadConfig
+from herald.doctor.fit import (
+    WORKSPACE_BYTES,
+    ModelShape,
+    dense_device_bytes,
+    device_bytes,
+    fit_context,
+    host_bytes,
+    index_bytes_per_token,
+    largest,
+)
+
+GIB = 1 << 30
+SDAR_8B = ModelShape(
+    name="sdar-8b",
+    num_layers=36,
+    num_kv_heads=8,
+    head_dim=128,
+    hidden_size=4096,
+    block_length=4,
+    max_positions=32768,
+    weight_bytes=16 * GIB,
+)
+
+
+def test_kv_bytes_are_those_of_the_design() -> None:
+    assert SDAR_8B.kv_bytes == 147_456  # measured and published for this shape
+
+
+@pytest.mark.parametrize(("bits", "codes"), [(8, 128), (4, 64), (1, 16)])
+def test_index_bytes(bits: int, codes: int) -> None:
+    # codes, one float32 scale, and a 64th of a float32 mean, for each of 36 x 8 rows
+    assert index_bytes_per_token(SDAR_8B, bits, 64) == 36 * 8 * (codes + 4 + 128 * 4 / 64)
+
+
+def test_exact_index_takes_nothing() -> None:
+    assert index_bytes_per_token(SDAR_8B, 16) == 0
+
+
+def test_host_bytes_come_in_pages() -> None:
+    config = OffloadConfig(index_bits=16)
+    assert host_bytes(SDAR_8B, 1, config) == host_bytes(SDAR_8B, 64, config) == 64 * 147_456
+    assert host_bytes(SDAR_8B, 65, config) == 128 * 147_456
+
+
+def test_device_bytes_at_32k() -> None:
+    tokens, config = 32768, OffloadConfig(kv_budget=0.08)
+    resident = 2622  # ceil(0.08 x 32768)
+    transient = tokens * (2 * 4096 * 2 + 2 * 8 * 2 * 128 * 2 + 4 * 128)
+    expected = 16 * GIB + WORKSPACE_BYTES + 2 * resident * 147_456 + transient
+    assert device_bytes(SDAR_8B, tokens, config) == expected
+    assert expected - 16 * GIB < 6 * GIB
+
+
+def test_a_full_budget_stages_nothing() -> None:
+    few = device_bytes(SDAR_8B, 4096, OffloadConfig(kv_budget=1.0)) - dense_device_bytes(SDAR_8B, 4096)
+    assert few == 4096 * 2 * 8 * 2 * 128 * 2  # only prefill's two layers of KV
+
+
+@pytest.mark.parametrize("limit", [0, 1, 7, 1000])
+def test_largest_finds_the_last_that_fits(limit: int) -> None:
+    assert largest(lambda n: n <= limit) == limit
+    assert largest(lambda n: True, 500) == 500
+
+
+def test_the_answer_fits_and_one_page_more_does_not() -> None:
+    config = OffloadConfig()
+    host, device = 64 * GIB, 40 * GIB
+    fit = fit_context(SDAR_8B, host, device, config)
+    assert (
+        host_bytes(SDAR_8B, fit.host_tokens, config)
+        <= host
+        < host_bytes(SDAR_8B, fit.host_tokens + 64, config)
+    )
+    assert device_bytes(SDAR_8B, fit.device_tokens, config) <= device
+    assert device_bytes(SDAR_8B, fit.device_tokens + 1, config) > device
+    assert fit.memory_tokens == min(fit.host_tokens, fit.device_tokens)
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "device_gib", "limited_by"),
+    [(512, 140, "model"), (2, 140, "host memory"), (512, 17, "device memory")],
+)
+def test_what_limits(host_gib: int, device_gib: int, limited_by: str) -> None:
+    fit = fit_context(SDAR_8B, host_gib * GIB, device_gib * GIB, OffloadConfig())
+    assert fit.limited_by == limited_by
+    assert fit.tokens == min(fit.memory_tokens, 32768)
+
+
+def test_offload_holds_more_than_the_device_alone() -> None:
+    fit = fit_context(SDAR_8B, 256 * GIB, 24 * GIB, OffloadConfig())
+    assert fit.device_tokens > 2 * fit.dense_tokens > 0
+
+
+def test_weights_that_do_not_fit_leave_nothing() -> None:
+    fit = fit_context(SDAR_8B, 512 * GIB, 8 * GIB, OffloadConfig())
+    assert (fit.tokens, fit.memory_tokens, fit.dense_tokens, fit.limited_by) == (0, 0, 0, "device memory")
+
+
+def test_a_cpu_shares_one_memory() -> None:
+    fit = fit_context(SDAR_8B, 40 * GIB, None, OffloadConfig())
+    both = sum(count(SDAR_8B, fit.memory_tokens, OffloadConfig()) for count in (host_bytes, device_bytes))
+    assert 39 * GIB < both <= 40 * GIB
+    assert fit.host_tokens == fit.device_tokens

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from herald.cli.main import build_parser
+from herald.cli.options import device, engine_config, offload_config, sampling_params, size, threshold
+from herald.config import EngineConfig, OffloadConfig
+from herald.errors import InvalidOption
+from herald.sampling_params import SamplingParams
+
+
+def parse(*options: str) -> argparse.Namespace:
+    return build_parser().parse_args(["generate", *options])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("16GiB", 16 << 30),
+        ("16gib", 16 << 30),
+        ("16 GB", 16 * 10**9),
+        ("1.5KiB", 1536),
+        ("2TiB", 2 << 40),
+        ("100", 100),
+        ("7B", 7),
+    ],
+)
+def test_size(text: str, expected: int) -> None:
+    assert size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "16G", "GiB", "-1GiB", "1e9", "16 QiB", "nan"])
+def test_size_refuses(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="write it as 16GiB"):
+        size(text)
+
+
+def test_threshold() -> None:
+    assert threshold("off") is None
+    assert threshold("0.5") == 0.5
+    with pytest.raises(argparse.ArgumentTypeError, match="or off"):
+        threshold("none")
+
+
+@pytest.mark.parametrize("text", ["auto", "cpu", "cuda", "cuda:3"])
+def test_device(text: str) -> None:
+    assert device(text) == text
+
+
+@pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:x", "CPU", ""])
+def test_device_refuses(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="use auto, cpu, cuda or cuda:N"):
+        device(text)
+
+
+def test_what_is_not_given_keeps_the_defaults_of_the_dataclasses() -> None:
+    args = parse("--prompt", "x")
+    assert sampling_params(args) == SamplingParams()
+    assert offload_config(args) == OffloadConfig()
+    assert engine_config(args) == EngineConfig()
+
+
+def test_what_is_given_reaches_its_field() -> None:
+    args = parse(
+        *("--max-tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "3", "--seed", "11"),
+        *("--stop", "a", "--stop", "b", "--threshold", "0.8", "--steps", "4", "--ignore-eos"),
+        *("--no-offload", "--kv-budget", "0.1", "--index-bits", "4", "--lookahead-step", "2"),
+        *("--on-late", "proceed", "--host-memory", "2GiB", "--transfer", "staged", "--num-threads", "3"),
+        *("--max-model-len", "4096", "--max-num-seqs", "2"),
+    )
+    assert sampling_params(args) == SamplingParams(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        seed=11,
+        stop=("a", "b"),
+        confidence_threshold=0.8,
+        denoising_steps=4,
+        ignore_eos=True,
+    )
+    assert offload_config(args) == OffloadConfig(
+        enabled=False,
+        kv_budget=0.1,
+        index_bits=4,
+        lookahead_step=2,
+        on_late="proceed",
+        host_memory_bytes=2 << 30,
+        transfer="staged",
+        num_threads=3,
+    )
+    assert engine_config(args) == EngineConfig(max_model_len=4096, max_num_seqs=2)
+
+
+def test_threshold_off_is_passed_on() -> None:
+    assert sampling_params(parse("--threshold", "off")).confidence_threshold is None
+
+
+def test_a_value_out_of_range_names_the_field() -> None:
+    with pytest.raises(InvalidOption, match=r"kv_budget=1\.5 is not valid"):
+        offload_config(parse("--kv-budget", "1.5"))
+
+
+@pytest.mark.parametrize("text", ["-1", "99999999999999999999", "x"])
+def test_a_seed_no_generator_takes_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        parse(f"--seed={text}")
+    assert exit_info.value.code == 2
+    assert "use 0 to 9223372036854775807" in capsys.readouterr().err

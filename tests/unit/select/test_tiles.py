@@ -1,0 +1,87 @@
+"""The dot kernels alone: exact integers, fixed float order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numba.core.errors import TypingError
+
+from herald.select import scan, tiles
+
+WIDTHS = [16, 32, 48, 64, 112, 256]
+
+
+def make(width: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(width + dim)
+    rows = rng.integers(-127, 128, (12, dim)).astype(np.int8)
+    queries = rng.integers(-127, 128, (width, dim)).astype(np.int8)
+    rows[0], queries[0], queries[-1] = -127, -127, 127
+    return rows, queries
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dim", [16, 128, 1024])
+def test_float_dots_are_exact_integers(width: int, dim: int) -> None:
+    rows, queries = make(width, dim)
+    out = np.full((12, width), np.nan, dtype=np.float32)
+    packed = np.ascontiguousarray(queries.T, dtype=np.float32)[:, :, None]
+    tiles.dots(rows.astype(np.float32), 12, packed, dim, np.zeros(width, np.int32), out)
+    assert np.array_equal(out, rows.astype(np.int32) @ queries.astype(np.int32).T)
+
+
+@pytest.mark.skipif(not tiles.HAS_VNNI, reason="needs AVX-512 VNNI")
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dim", [16, 128, 1024])
+def test_byte_dots_are_exact_integers(width: int, dim: int) -> None:
+    rows, queries = make(width, dim)
+    out = np.full((12, width), np.nan, dtype=np.float32)
+    packed = np.ascontiguousarray(queries.reshape(width, dim // 4, 4).transpose(1, 0, 2))
+    correction = 128 * queries.astype(np.int32).sum(1, dtype=np.int32)
+    tiles.dots((rows.astype(np.int16) + 128).astype(np.uint8), 12, packed, dim // 4, correction, out)
+    assert np.array_equal(out, rows.astype(np.int32) @ queries.astype(np.int32).T)
+
+
+def test_strided_arrays_are_refused() -> None:
+    """The kernels read raw memory: an array that is not contiguous must not get that far."""
+    rows, queries = make(16, 32)
+    packed = queries.T.astype(np.float32)[:, :, None]
+    assert not packed.flags.c_contiguous
+    with pytest.raises(TypingError, match="contiguous"):
+        tiles.dots(
+            rows.astype(np.float32), 12, packed, 32, np.zeros(16, np.int32), np.empty((12, 16), np.float32)
+        )
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_exact_dots_add_in_order_without_fusing(width: int) -> None:
+    rng = np.random.default_rng(width)
+    rows = rng.standard_normal((8, 40)).astype(np.float32)
+    queries = rng.standard_normal((width, 40)).astype(np.float32)
+    out = np.empty((8, width), dtype=np.float32)
+    raw = np.ascontiguousarray(queries.T)
+    tiles.exact_dots(rows, 8, raw, np.zeros(width, np.int32), out)
+    expected = np.zeros((8, width), dtype=np.float32)
+    for d in range(40):
+        expected += rows[:, d, None] * queries[None, :, d]
+    assert np.array_equal(out, expected)
+
+
+@pytest.mark.skipif(not tiles.HAS_VNNI, reason="needs AVX-512 VNNI")
+def test_the_inner_loop_is_vnni() -> None:
+    rows, queries = make(64, 16)
+    out = np.empty((12, 64), dtype=np.float32)
+    packed = np.ascontiguousarray(queries.reshape(64, 4, 4).transpose(1, 0, 2))
+    arguments = (rows.view(np.uint8), 12, packed, 4, np.zeros(64, np.int32), out)
+    fresh = tiles.njit(tiles.dots.py_func)
+    fresh(*arguments)
+    assembly = next(iter(fresh.inspect_asm().values()))
+    assert assembly.count("vpdpbusd") >= 16
+
+
+def test_exp_is_close() -> None:
+    x = np.linspace(-80, 0, 4001).astype(np.float32)
+    got = x.copy()
+    scan._exp(got, np.empty(x.size, dtype=np.int32))
+    expected = np.exp(x.astype(np.float64))
+    assert np.abs(got / expected - 1).max() < 3e-7
+    assert got[-1] == 1.0
