@@ -19,7 +19,11 @@ def describe() -> dict[str, Any]:
     gpu = None
     if torch.cuda.is_available():
         props = torch.cuda.get_device_properties(0)
-        gpu = {"name": props.name, "memory_bytes": props.total_memory, "multiprocessors": props.multi_processor_count}
+        gpu = {
+            "name": props.name,
+            "memory_bytes": props.total_memory,
+            "multiprocessors": props.multi_processor_count,
+        }
     return {
         "cpu": _cpu_name(),
         "cores": usable_cores(),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -243,8 +244,8 @@ def metrics_of(request: Request) -> RequestMetrics:
     return RequestMetrics(
         prompt_tokens=len(request.prompt_ids),
         output_tokens=len(request.output_ids),
-        queue_seconds=between(request.arrived, request.admitted),
-        prefill_seconds=between(request.admitted, request.prefilled),
+        queue_seconds=between(request.arrived, request.prefill_started),
+        prefill_seconds=between(request.prefill_started, request.prefilled),
         decode_seconds=between(request.prefilled, request.finished_at),
         first_block_seconds=between(request.arrived, request.first_block_done),
         **asdict(request.counters),
@@ -259,8 +260,9 @@ def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count:
     return list(params)
 
 
-def _token_lists(ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
+def _token_lists(ids: Any) -> list[list[int]]:
+    """One list of ids, or several, as several."""
     items = list(ids)
-    if all(isinstance(item, int) for item in items):
-        return [[int(item) for item in items]] if items else []  # type: ignore[arg-type]
-    return [list(item) for item in items]  # type: ignore[arg-type]
+    if not items or isinstance(items[0], Sequence):
+        return [list(item) for item in items]
+    return [[int(item) for item in items]]

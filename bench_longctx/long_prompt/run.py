@@ -46,7 +46,10 @@ def overlap(llm: LLM) -> dict[str, float]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     offload = OffloadConfig(
-        enabled=args.offload, kv_budget=args.kv_budget, index_bits=args.index_bits, lookahead_step=args.lookahead_step
+        enabled=args.offload,
+        kv_budget=args.kv_budget,
+        index_bits=args.index_bits,
+        lookahead_step=args.lookahead_step,
     )
     params = SamplingParams(
         max_tokens=args.new_tokens,

@@ -1,6 +1,6 @@
 """Scores a model on the retrieval tasks, with full KV and with sparse budgets, on the same documents.
 
-    python -m bench_longctx.quality.run --lengths 8192 16384 --budgets full 0.10 0.05 --count 50 --json out.json
+    python -m bench_longctx.quality.run --lengths 8192 16384 --budgets full 0.10 0.05 --json out.json
 
 Documents are drawn anew from haystack text that training never saw; every budget sees the same ones.
 "full" is the engine without offload. Exact match: every item of the answer, in order.
@@ -49,16 +49,24 @@ def offload_for(budget: str, args: argparse.Namespace) -> OffloadConfig:
     )
 
 
-def score_budget(budget: str, length: int, examples: list[tasks.Example], args: argparse.Namespace) -> dict[str, Any]:
+def score_budget(
+    budget: str, length: int, examples: list[tasks.Example], args: argparse.Namespace
+) -> dict[str, Any]:
     """Run every example at one budget."""
     params = SamplingParams(max_tokens=args.max_tokens, confidence_threshold=args.threshold)
     began = time.perf_counter()
     engine = EngineConfig(max_num_seqs=args.batch)
-    with LLM(args.model, device=args.device, dtype=args.dtype, offload=offload_for(budget, args), engine=engine) as llm:
+    with LLM(
+        args.model, device=args.device, dtype=args.dtype, offload=offload_for(budget, args), engine=engine
+    ) as llm:
         outputs = llm.generate([example.prompt for example in examples], params)
     cells: dict[str, Any] = {}
     for task in tasks.TASKS:
-        scored = [tasks.score(e, o.outputs[0].text) for e, o in zip(examples, outputs, strict=True) if e.task == task]
+        scored = [
+            tasks.score(e, o.outputs[0].text)
+            for e, o in zip(examples, outputs, strict=True)
+            if e.task == task
+        ]
         right = sum(bool(exact) for exact, _ in scored)
         low, high = wilson(right, len(scored))
         items = sum(share for _, share in scored) / len(scored)

@@ -6,16 +6,16 @@ import time
 from dataclasses import dataclass
 
 import torch
-from herald_kernels import commit, greedy_confidence
 
 from herald.decode import draw, quota
-from herald.engine.lanes import ForwardResult, Lane
+from herald.engine.lanes import Lane
 from herald.engine.request import Request
 from herald.engine.resident import SetUpdate
 from herald.engine.retriever import Retriever, Selection
 from herald.engine.runner import LaneRunner
 from herald.engine.trace import Span, Trace
 from herald.errors import NonFiniteLogits
+from herald_kernels import commit, greedy_confidence
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Decoder:
             request.counters.forwards += 1
             if left[i] < 0:
                 request.error = NonFiniteLogits(
-                    f"request {request.request_id}: the model gave NaN or infinite logits in block {request.block}",
+                    f"request {request.request_id}: NaN or infinite logits in block {request.block}",
                     "check the weights, or use dtype='float32'",
                 )
 

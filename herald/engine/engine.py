@@ -159,8 +159,8 @@ class Engine:
         if needed > self.max_model_len:
             room = self.max_model_len // block * block - params.max_tokens
             raise PromptTooLong(
-                f"prompt of {len(prompt_ids):,} tokens + max_tokens={params.max_tokens:,} exceed the limit of "
-                f"{self.max_model_len:,} positions",
+                f"prompt of {len(prompt_ids):,} tokens + max_tokens={params.max_tokens:,} exceed "
+                f"the limit of {self.max_model_len:,} positions",
                 f"use at most {max(room, 0):,} prompt tokens, or a smaller max_tokens",
             )
 
@@ -185,7 +185,6 @@ class Engine:
                 self._finish(request, "abort")
                 failed.append(request)
                 continue
-            request.admitted = time.perf_counter()
             self.scheduler.admitted(request)
             self._start_prefill(request)
         return failed
@@ -288,6 +287,7 @@ class Engine:
         assert task is not None
         units = self.scheduler.prefill_units()
         total = len(request.prompt_ids) * self.model.config.num_layers
+        request.prefill_started = request.prefill_started or time.perf_counter()
         while not task.done and (units is None or units > 0) and not request.abort_requested:
             with self.trace.span("prefill", request.request_id):
                 task.run_unit()

@@ -96,7 +96,7 @@ class EngineMemory:
             raise HostPoolTooSmall(
                 f"the prompt of {prompt_tokens:,} tokens and its output need {pages} pages "
                 f"({pages * self.layout.page_bytes:,} bytes) and the host pool has {room}",
-                f"use at most {largest:,} tokens in all, or host_memory_bytes={pages * self.layout.page_bytes}",
+                f"use at most {largest:,} tokens in all, or a pool of {pages * self.layout.page_bytes} bytes",
             )
 
     def ensure(self, arena_rows: int, pages: int) -> None:
@@ -146,7 +146,8 @@ class EngineMemory:
             return HostStore(self.layout, fixed or pages, self.arena, self.config, pin)
         except HostPoolTooSmall as error:
             raise HostPoolTooSmall(
-                f"{error.problem} ({pages * self.layout.page_size:,} tokens at {self.layout.token_bytes:,} bytes)",
+                f"{error.problem} (for {pages * self.layout.page_size:,} tokens of "
+                f"{self.layout.token_bytes:,} bytes)",
                 error.remedy or "use a shorter prompt",
             ) from error
 

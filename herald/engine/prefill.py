@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from herald_kernels import prefill_attention, qk_norm_rope, resident_attention, score_rows
 
 from herald.engine.resident import ResidentSet
 from herald.engine.runner import LaneRunner
 from herald.transfer import Ticket
+from herald_kernels import prefill_attention, qk_norm_rope, resident_attention, score_rows
 
 StoreLayer = Callable[[int, torch.Tensor], Ticket]
 

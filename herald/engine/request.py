@@ -71,7 +71,7 @@ class Request:
     arrived: float = field(default_factory=time.perf_counter)
 
     phase: Phase = Phase.WAITING
-    admitted: float = 0.0
+    prefill_started: float = 0.0
     prefilled: float = 0.0
     first_block_done: float = 0.0
     finished_at: float = 0.0

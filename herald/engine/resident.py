@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from herald_kernels import copy_rows
 
 from herald.config import OffloadConfig
 from herald.engine.arena import DeviceArena
 from herald.transfer import Ticket
+from herald_kernels import copy_rows
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ def set_size(config: OffloadConfig, block_length: int, prefix: int) -> int:
     """T(prefix): rows a KV head keeps resident, sinks and the recent window counted in."""
     if not config.enabled:
         return prefix
-    return min(prefix, max(config.resident_rows(prefix), config.sink_rows + window_rows(config, block_length)))
+    return min(
+        prefix, max(config.resident_rows(prefix), config.sink_rows + window_rows(config, block_length))
+    )
 
 
 def window_rows(config: OffloadConfig, block_length: int) -> int:
@@ -83,7 +85,12 @@ class ResidentSet:
     """
 
     def __init__(
-        self, arena: DeviceArena, config: OffloadConfig, block_length: int, first_prefix: int, last_prefix: int
+        self,
+        arena: DeviceArena,
+        config: OffloadConfig,
+        block_length: int,
+        first_prefix: int,
+        last_prefix: int,
     ) -> None:
         self.arena = arena
         self.config = config

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -188,16 +189,16 @@ class Retriever:
             )
             if not self.store.config.difference_only:
                 arrivals, slots, counts = add_kept_rows(resident, target, arrivals, slots, counts, prefix)
-            update = SetUpdate(resident.version, prefix, arrivals, slots, counts, free, None, int(counts.sum()))
+            update = SetUpdate(
+                resident.version, prefix, arrivals, slots, counts, free, None, int(counts.sum())
+            )
         if update.moved == 0:
             return update
         move = self._move(request, resident, arrivals, counts)
         ticket = self.store.transfer.submit(move)
         request.counters.rows_moved += update.moved
         request.counters.bytes_moved += update.moved * self.store.layout.row_bytes
-        return SetUpdate(
-            update.version, prefix, arrivals, slots, counts, free, ticket, update.moved
-        )
+        return SetUpdate(update.version, prefix, arrivals, slots, counts, free, ticket, update.moved)
 
     def _move(
         self, request: Request, resident: ResidentSet, arrivals: np.ndarray, counts: np.ndarray
@@ -278,7 +279,7 @@ def page_runs(pages: np.ndarray) -> list[tuple[int, int]]:
         return []
     breaks = np.nonzero(np.diff(pages) != 1)[0] + 1
     edges = [0, *breaks.tolist(), len(pages)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))
 
 
 def _copy(rows: torch.Tensor) -> torch.Tensor:

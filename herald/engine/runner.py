@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from herald_kernels import qk_norm_rope, resident_attention
 
 from herald.engine.arena import DeviceArena
 from herald.engine.lanes import Capture, ForwardResult, Lane, LaneTensors
 from herald.models import BlockModel
+from herald_kernels import qk_norm_rope, resident_attention
 
 
 class LaneRunner:

@@ -16,6 +16,8 @@ from herald.config import check
 from herald.errors import HostPoolTooSmall, UsageError
 
 HUGE_PAGE_BYTES = 2 << 20
+# One registration covers this much; a single asynchronous copy must not cross into the next one.
+REGISTER_BYTES = 1 << 30
 _SMALL_PAGE_BYTES = 4096
 # Left to everybody else on the machine when the slab's size is checked.
 _SPARE_BYTES = 256 << 20
@@ -40,7 +42,7 @@ class HostSlab:
     """
 
     def __init__(
-        self, num_bytes: int, pin: bool, num_threads: int = 0, register_bytes: int = 1 << 30
+        self, num_bytes: int, pin: bool, num_threads: int = 0, register_bytes: int = REGISTER_BYTES
     ) -> None:
         check(num_bytes >= 1, "num_bytes", num_bytes, "use 1 or more")
         check(

@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from herald.kvstore.host_memory import REGISTER_BYTES
 from herald.transfer.base import Span, Ticket, Transfer, copy_pairs
 from herald.transfer.streams import DeviceClock, DeviceStreams
 
@@ -118,6 +119,7 @@ class CudaTransfer(Transfer):
     ) -> None:
         super().__init__(pool_rows, arena_rows)
         self.streams = streams if streams is not None else DeviceStreams(arena_rows.device)
+        self.register_bytes = REGISTER_BYTES
         # Whoever filled the arena did so on the compute stream.
         self.streams.copy.wait_stream(torch.cuda.current_stream(self.streams.device))
         self._clock = DeviceClock(self.streams.device)
@@ -163,11 +165,30 @@ class CudaTransfer(Transfer):
             ticket.fail(error)
 
     def _copy_back(self, pairs: Pairs) -> None:
+        base = self.pool_rows.data_ptr()
         for source, target in pairs:
-            target.copy_(source, non_blocking=True)
+            for begin, end in within_registrations(target, base, self.register_bytes):
+                target[begin:end].copy_(source[begin:end], non_blocking=True)
 
     def _drain(self) -> None:
         """Wait for the copy stream, then let go of what was kept for it."""
         self.streams.copy.synchronize()
         self._in_flight.clear()
         self._raise_unseen()
+
+
+def within_registrations(target: torch.Tensor, base: int, size: int) -> list[tuple[int, int]]:
+    """Element ranges of a flat host tensor that each lie in one registered piece of the pool.
+
+    CUDA refuses an asynchronous copy that crosses from one registration into the next ("invalid
+    argument"), even where the two are adjacent.
+
+    Args:
+        base: address of the pool, where its first registration begins.
+        size: bytes of a registration.
+    """
+    start = target.data_ptr() - base
+    stop = start + target.nbytes
+    edges = range((start // size + 1) * size, stop, size)
+    cuts = [0, *((edge - start) // target.element_size() for edge in edges), target.numel()]
+    return list(zip(cuts[:-1], cuts[1:], strict=True))

@@ -24,7 +24,9 @@ def make_engine() -> Iterator[MakeEngine]:
     """``make_engine(folder, offload, **limits)``: engines that are closed after the test."""
     engines: list[Engine] = []
 
-    def make(folder: str = "sdar_b8", offload: OffloadConfig = DENSE, poison: bool = True, **limits: int) -> Engine:
+    def make(
+        folder: str = "sdar_b8", offload: OffloadConfig = DENSE, poison: bool = True, **limits: int
+    ) -> Engine:
         path = GOLDEN / folder
         model = load_model(path, torch.device("cpu"), torch.float32)
         engine = Engine(model, Tokenizer(path), offload, EngineConfig(**limits), seed=0, poison=poison)

@@ -18,7 +18,19 @@ PAGE = 64
 def edge_lengths(block: int, longest: int, count: int, seed: int) -> list[int]:
     """Lengths one below, at and one above multiples of blocks and pages, and some at random."""
     rng = random.Random(seed)
-    edges = [1, 2, block - 1, block, block + 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - block, 2 * PAGE - 1, 2 * PAGE]
+    edges = [
+        1,
+        2,
+        block - 1,
+        block,
+        block + 1,
+        PAGE - 1,
+        PAGE,
+        PAGE + 1,
+        2 * PAGE - block,
+        2 * PAGE - 1,
+        2 * PAGE,
+    ]
     while len(edges) < count * 3 // 4:
         edges.append(rng.randrange(1, longest // PAGE) * PAGE + rng.choice((-block, -1, 0, 1, block)))
     while len(edges) < count:

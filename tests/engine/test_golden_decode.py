@@ -55,7 +55,7 @@ def test_all_cases_in_one_batch(make_engine: MakeEngine, folder: str) -> None:
     assert tokens(requests) == [c["output_ids"] for c in chosen]
 
 
-def _with_eos(config, eos: list[int]):  # noqa: ANN001, ANN202
+def _with_eos(config, eos: list[int]):
     from dataclasses import replace
 
     return replace(config, eos_token_ids=tuple(eos))

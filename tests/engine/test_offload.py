@@ -69,7 +69,7 @@ def test_proceed_catches_up(make_engine: MakeEngine) -> None:
     engine.on_retriever = lambda retriever, store: setattr(retriever, "delay", lambda: time.sleep(0.01))
     applied: list[int] = []
 
-    def watch(live) -> None:  # noqa: ANN001
+    def watch(live) -> None:
         time.sleep(0.02)
         check_resident_rows(engine, live)
         applied.extend(r.block for r in live if r.selected_block == r.block)
@@ -139,10 +139,12 @@ def test_literal_mask_in_the_prompt_stays(make_engine: MakeEngine) -> None:
     prompt = [*random_prompt(48, 3), mask, 5, mask]
     seen: list[list[int]] = []
 
-    def watch(live) -> None:  # noqa: ANN001
-        for request in live:
-            if request.block == request.prompt_blocks and request.tokens is not None:
-                seen.append(request.tokens.tolist()[: request.prompt_in_block])
+    def watch(live) -> None:
+        seen.extend(
+            r.tokens.tolist()[: r.prompt_in_block]
+            for r in live
+            if r.block == r.prompt_blocks and r.tokens is not None
+        )
 
     run(engine, [prompt], PARAMS, watch)
     assert seen and all(head == prompt[48:] for head in seen)
@@ -207,10 +209,10 @@ def test_abort_from_another_thread(make_engine: MakeEngine) -> None:
 def test_corrupted_transfer_is_seen(make_engine: MakeEngine) -> None:
     engine = make_engine("sdar_b8", OffloadConfig(kv_budget=0.2, verify_transfers=True, **SMALL))
 
-    def corrupt(retriever, store) -> None:  # noqa: ANN001
+    def corrupt(retriever, store) -> None:
         submit = store.transfer.submit
 
-        def wrong(move, after=None):  # noqa: ANN001, ANN202
+        def wrong(move, after=None):
             ticket = submit(move, after)
             ticket.wait_host()
             store.transfer.arena_rows[int(move.dst_rows[-1]), 0] += 1
@@ -227,7 +229,7 @@ def test_poison_would_be_seen(make_engine: MakeEngine) -> None:
     """The NaN check has teeth: an engine that reads one slot too far fails."""
     engine = make_engine("sdar_b8", SPARSE)
 
-    def overrun(live) -> None:  # noqa: ANN001
+    def overrun(live) -> None:
         for request in live:
             if request.phase is Phase.DECODE and request.resident is not None:
                 request.resident.length = request.resident.num_slots + 1
@@ -317,7 +319,7 @@ def test_index_covers_every_layer_of_a_prompt(make_engine: MakeEngine) -> None:
     engine = make_engine("sdar_b8", SPARSE)
     checked: list[int] = []
 
-    def compare(live) -> None:  # noqa: ANN001
+    def compare(live) -> None:
         store = engine.memory.store
         for request in live:
             if request.phase is not Phase.DECODE or store is None or engine.retriever is None:

@@ -246,6 +246,7 @@ def test_write_back_to_registered_memory_is_asynchronous(make: Make, register_by
         assert slab.pinned, slab.pin_reason
         pool = slab.tensor(torch.bfloat16, (4 << 20,)).view(-1, 256)
         transfer = make(pool, nan_rows(4, 256))
+        transfer.register_bytes = register_bytes
         source = torch.randn(6 << 12, 128, device=DEVICE).to(torch.bfloat16).view(-1, 256)
         transfer.delay = lambda: torch.cuda._sleep(SLEEP_CYCLES)
         torch.cuda._sleep(1)

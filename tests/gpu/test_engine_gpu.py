@@ -1,0 +1,115 @@
+"""The whole loop on a CUDA device: streams, events, pinned pool, Triton kernels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from herald.config import EngineConfig, OffloadConfig
+from herald.engine.engine import Engine
+from herald.models import load_model
+from herald.sampling_params import SamplingParams
+from herald.tokenizer import Tokenizer
+from tests.engine.conftest import DENSE, GOLDEN
+from tests.engine.support import check_resident_rows, random_prompt, run, tokens
+
+pytestmark = pytest.mark.gpu
+
+SMALL = {"sink_rows": 2, "recent_rows": 8, "min_resident_rows": 16}
+PARAMS = SamplingParams(max_tokens=44, ignore_eos=True, confidence_threshold=None, denoising_steps=4)
+
+
+def make(
+    offload: OffloadConfig, dtype: torch.dtype = torch.float32, folder: str = "sdar_b8", **limits: int
+) -> Engine:
+    model = load_model(GOLDEN / folder, torch.device("cuda", 0), dtype)
+    return Engine(model, Tokenizer(GOLDEN / folder), offload, EngineConfig(**limits), seed=0, poison=True)
+
+
+@pytest.mark.parametrize("transfer", ["zero_copy", "staged"])
+@pytest.mark.parametrize("difference_only", [True, False])
+def test_golden_tokens_in_float32(transfer: str, difference_only: bool) -> None:
+    offload = OffloadConfig(
+        kv_budget=1.0, transfer=transfer, difference_only=difference_only, verify_transfers=True
+    )
+    engine = make(offload)
+    for case in json.loads((GOLDEN / "sdar_b8" / "golden.json").read_text())["decode"]:
+        params = case["params"]
+        engine.model.config = replace(engine.model.config, eos_token_ids=tuple(params["eos_token_ids"]))
+        sampling = SamplingParams(
+            max_tokens=params["max_new_tokens"],
+            denoising_steps=params["denoising_steps"],
+            confidence_threshold=params.get("threshold"),
+        )
+        (request,) = run(engine, [case["prompt_ids"]], sampling)
+        assert request.output_ids == case["output_ids"], case["name"]
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("transfer", ["zero_copy", "staged"])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_resident_rows_equal_the_pool(dtype: torch.dtype, transfer: str, bits: int) -> None:
+    engine = make(OffloadConfig(kv_budget=0.2, transfer=transfer, index_bits=bits, **SMALL), dtype)
+    compared: list[int] = []
+
+    def check(live) -> None:
+        torch.cuda.synchronize()
+        compared.append(check_resident_rows(engine, live))
+
+    requests = run(engine, [random_prompt(n, n) for n in (3, 61, 150, 333)], PARAMS, check)
+    assert sum(compared) > 10_000
+    assert requests[3].counters.rows_moved > 0
+    engine.close()
+
+
+def test_sparse_tokens_of_the_cpu() -> None:
+    """float32 on the GPU decodes what the CPU decodes, at a sparse budget."""
+    offload = OffloadConfig(kv_budget=0.2, **SMALL)
+    prompts = [random_prompt(n, n) for n in (90, 170, 260)]
+    model = load_model(GOLDEN / "sdar_b8", torch.device("cpu"), torch.float32)
+    cpu = Engine(model, Tokenizer(GOLDEN / "sdar_b8"), offload, EngineConfig(), seed=0)
+    gpu = make(offload)
+    assert tokens(run(gpu, prompts, PARAMS)) == tokens(run(cpu, prompts, PARAMS))
+    cpu.close()
+    gpu.close()
+
+
+def test_stretched_transfers_change_nothing() -> None:
+    """Copies that start late on their stream, on every block, give the same tokens."""
+    prompts = [random_prompt(n, n) for n in (90, 170)]
+    engine = make(OffloadConfig(kv_budget=0.2, **SMALL), torch.bfloat16)
+    expected = tokens(run(engine, prompts, PARAMS))
+    assert engine.memory.store is not None
+    engine.memory.store.transfer.delay = lambda: torch.cuda._sleep(3_000_000)
+    for _ in range(8):
+        assert tokens(run(engine, prompts, PARAMS)) == expected
+    engine.close()
+
+
+def test_batch_does_not_matter() -> None:
+    offload = OffloadConfig(kv_budget=0.2, **SMALL)
+    prompts = [random_prompt(300, n) for n in range(4)]
+    alone = []
+    for prompt in prompts:
+        engine = make(offload)
+        alone += tokens(run(engine, [prompt], PARAMS))
+        engine.close()
+    engine = make(offload)
+    assert tokens(run(engine, prompts, PARAMS)) == alone
+    engine.close()
+
+
+def test_dense_and_sparse_give_memory_back() -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for offload in (DENSE, OffloadConfig(kv_budget=0.2, **SMALL)):
+        engine = make(offload, torch.bfloat16)
+        run(engine, [random_prompt(200, 1)], PARAMS)
+        engine.close()
+        del engine
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
