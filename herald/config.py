@@ -69,15 +69,25 @@ class OffloadConfig:
         check(self.sink_rows >= 0, "sink_rows", self.sink_rows, "use 0 or more, such as 4")
         check(self.recent_rows >= 1, "recent_rows", self.recent_rows, "use at least one block, such as 64")
         check(
-            self.min_resident_rows >= 1, "min_resident_rows", self.min_resident_rows, "use at least 1, such as 256"
+            self.min_resident_rows >= 1,
+            "min_resident_rows",
+            self.min_resident_rows,
+            "use at least 1, such as 256",
         )
         check(self.index_bits in (16, 8, 4, 1), "index_bits", self.index_bits, "use 16, 8, 4 or 1")
-        check(self.score_operator in ("max", "sum"), "score_operator", self.score_operator, "use 'max' or 'sum'")
+        check(
+            self.score_operator in ("max", "sum"), "score_operator", self.score_operator, "use 'max' or 'sum'"
+        )
         check(self.lookahead_step >= 1, "lookahead_step", self.lookahead_step, "use 1 or more")
         check(self.on_late in ("wait", "proceed"), "on_late", self.on_late, "use 'wait' or 'proceed'")
-        check(self.page_size >= 0, "page_size", self.page_size, "use 0 (automatic) or a multiple of the block")
         check(
-            self.host_memory_bytes >= 0, "host_memory_bytes", self.host_memory_bytes, "use 0 (automatic) or a size"
+            self.page_size >= 0, "page_size", self.page_size, "use 0 (automatic) or a multiple of the block"
+        )
+        check(
+            self.host_memory_bytes >= 0,
+            "host_memory_bytes",
+            self.host_memory_bytes,
+            "use 0 (automatic) or a size",
         )
         check(
             self.transfer in ("auto", "zero_copy", "staged"),
@@ -117,5 +127,8 @@ class EngineConfig:
         check(self.max_model_len >= 0, "max_model_len", self.max_model_len, "use 0 for the model's limit")
         check(self.prefill_chunk >= 64, "prefill_chunk", self.prefill_chunk, "use 64 or more, such as 2048")
         check(
-            self.prefill_units_per_step >= 1, "prefill_units_per_step", self.prefill_units_per_step, "use 1 or more"
+            self.prefill_units_per_step >= 1,
+            "prefill_units_per_step",
+            self.prefill_units_per_step,
+            "use 1 or more",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from herald.config import check
 
@@ -16,7 +17,7 @@ class SamplingParams:
         temperature: 0 is greedy (arg-max, lowest id wins).
         top_p: nucleus share in (0, 1]; acts on sampling only, never on a confidence.
         top_k: candidates kept, 0 for all.
-        seed: of the request's own generator; None draws one.
+        seed: of the request's own generator, 0 to 2**63 - 1; None draws one.
         stop: strings that end the output, which is cut before them.
         denoising_steps: steps T a block may take; 0 for one step a position. With the threshold
             strategy it is the quota that guarantees progress.
@@ -44,8 +45,21 @@ class SamplingParams:
         check(self.temperature >= 0.0, "temperature", self.temperature, "use 0 (greedy) or more")
         check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "use a share in (0, 1]")
         check(self.top_k >= 0, "top_k", self.top_k, "use 0 for all candidates, or 1 or more")
-        check(all(isinstance(s, str) and s for s in stop), "stop", self.stop, "use strings that are not empty")
-        check(self.denoising_steps >= 0, "denoising_steps", self.denoising_steps, "use 0 for one step a position")
+        check(
+            self.seed is None or (isinstance(self.seed, Integral) and 0 <= self.seed < 2**63),
+            "seed",
+            self.seed,
+            f"use 0 to {2**63 - 1}, or None to draw one",
+        )
+        check(
+            all(isinstance(s, str) and s for s in stop), "stop", self.stop, "use strings that are not empty"
+        )
+        check(
+            self.denoising_steps >= 0,
+            "denoising_steps",
+            self.denoising_steps,
+            "use 0 for one step a position",
+        )
         threshold = self.confidence_threshold
         check(
             threshold is None or 0.0 <= threshold <= 1.0,

@@ -74,7 +74,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         (output,) = llm.generate(prompt_token_ids=ids, sampling_params=params)
         metrics = output.metrics
         store = llm.engine.memory.store
-        token_bytes = llm.engine.memory.layout.token_bytes
+        layout = llm.engine.memory.layout
+        block = args.block_length or llm.model.config.block_length
+        kept = (args.tokens + args.new_tokens - 1) // block * block  # the last block's KV is never needed
         return {
             "model": llm.model.config.family,
             "weight_bytes": llm.model.weight_bytes,
@@ -82,10 +84,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "peak_device_bytes_above_weights": (
                 torch.cuda.max_memory_allocated() - llm.model.weight_bytes if cuda else None
             ),
-            "kv_bytes_per_token": token_bytes,
+            "kv_bytes_per_token": layout.token_bytes,
             "host_kv_bytes": metrics.host_kv_bytes,
-            "host_kv_bytes_computed": -(-(args.tokens + args.new_tokens - 1) // 64) * 64 * token_bytes,
-            "pinned": store.pool.pinned if store is not None else None,
+            "host_kv_bytes_computed": layout.pages_for(kept) * layout.page_bytes,
+            "pinned": store.pool.slab.pinned if store is not None else None,
             "transfer": store.transfer.name if store is not None else None,
             "metrics": {k: v for k, v in vars(metrics).items()},
             "tokens_per_second": metrics.tokens_per_second,

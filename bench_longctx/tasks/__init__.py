@@ -1,10 +1,10 @@
 """Retrieval tasks over long documents: generators and scores.
 
-Six tasks, modelled on RULER (https://arxiv.org/abs/2404.06654): `needle` (one fact in the filler), `keys` (one of
-many facts is asked for), `values` (all values of one key, in document order), `queries` (two to four facts in one
-question), `chain` (variables that are assigned from each other: which ones hold a value) and `sentence` (quote the
-sentence that begins with or mentions some words). `make` gives one example; everything follows from the seed of
-the generator that is passed in.
+Six tasks, modelled on RULER (https://arxiv.org/abs/2404.06654): `needle` (one fact in the filler), `keys`
+(one of many facts is asked for), `values` (all values of one key, in document order), `queries` (two to four
+facts in one question), `chain` (variables that are assigned from each other: which ones hold a value) and
+`sentence` (quote the sentence that begins with or mentions some words). `make` gives one example; everything
+follows from the seed of the generator that is passed in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TASKS = ("needle", "keys", "values", "queries", "chain", "sentence")
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt that ends with `Answer:` (or `A:`) and the answer expected after it, without the space between.
+    """A prompt that ends with `Answer:` (or `A:`) and the answer expected after it, without the space.
 
     meta: `items`, the parts of the answer; `document_bytes`, where the question begins.
     """
@@ -91,8 +91,8 @@ def completion(example: Example) -> str:
 
 
 def score(example: Example, output: str) -> tuple[bool, float]:
-    """Exact match of the whole answer (white space at the ends aside), and the share of its items that occur at
-    their place in the output. Text after the first line break is ignored."""
+    """Exact match of the whole answer (white space at the ends aside), and the share of its items that occur
+    at their place in the output. Text after the first line break is ignored."""
     line = output.strip().split("\n")[0].strip()
     items = example.meta["items"]
     if len(items) == 1:

@@ -266,7 +266,7 @@ def digits(rng: random.Random, low: int, high: int) -> str:
 
 
 def value(rng: random.Random) -> str:
-    """A value: mostly a number of 4 to 8 digits; also words, two words, hexadecimal and mixed codes, decimals, times."""
+    """A value: mostly 4 to 8 digits; also a word or two, hexadecimal and mixed codes, decimals, times."""
     w, kind = words(), rng.random()
     if kind < 0.52:
         return digits(rng, 4, 8)

@@ -1,4 +1,4 @@
-"""Training rows: random documents with all kinds of facts, many questions each, packed by a length curriculum."""
+"""Training rows: random documents, all kinds of facts, many questions each; packed by a length curriculum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tokenizer import EOS, MASK, PAD
 KINDS = (*TASKS, "end")
 END_KIND = len(TASKS)
 
-# (share of the schedule at which the stage ends, [(shortest, longest document in bytes, share of the tokens)])
+# (share of the schedule where the stage ends, [(shortest, longest document in bytes, share of the tokens)])
 STAGES = (
     (0.06, ((96, 256, 1.0),)),
     (0.38, ((128, 512, 1.0),)),
@@ -55,7 +55,7 @@ def training_document(size: int, rng: random.Random, haystack: Haystack) -> Docu
 
 
 def questions(document: Document, count: int) -> list[Question]:
-    """Up to `count` questions; no group or chain is asked for twice, and a single fact only after all others."""
+    """Up to `count` questions; no group or chain is asked for twice, a single fact only after all others."""
     rng = document.rng
     groups = rng.sample(document.groups, len(document.groups))
     chains = rng.sample(document.chains, len(document.chains))
@@ -171,7 +171,7 @@ class RowPacker:
 
 
 class Rows(IterableDataset):
-    """An endless stream of packed rows; the curriculum follows `progress`, a number shared between processes."""
+    """An endless stream of packed rows; the curriculum follows `progress`, shared between processes."""
 
     def __init__(self, haystack: Haystack, size: int, progress: Synchronized, seed: int, longest: int):
         self.haystack, self.size, self.progress, self.seed, self.longest = (
@@ -201,7 +201,7 @@ class Rows(IterableDataset):
             if not fitting:
                 break
             # The length class that is furthest behind its share of the tokens comes next.
-            lo, hi, share = min(fitting, key=lambda x: spent.get(x[0], 0.0) / x[2] + rng.random())
+            lo, hi, _ = min(fitting, key=lambda x: spent.get(x[0], 0.0) / x[2] + rng.random())
             hi = max(lo, min(hi, int((packer.room - 900) / 1.2)))
             size = int(math.exp(rng.uniform(math.log(lo), math.log(hi))))
             document = training_document(size, rng, self.haystack)

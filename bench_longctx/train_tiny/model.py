@@ -140,8 +140,8 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Lanes x [lanes, block, hidden], each against its own cached rows and itself.
 
-        cache: keys and values [lanes, kv_heads, rows, head_dim]; visible [lanes, rows] bool. Returns the output
-        and the lanes' keys and values [lanes, kv_heads, block, head_dim].
+        cache: keys and values [lanes, kv_heads, rows, head_dim]; visible [lanes, rows] bool. Returns the
+        output and the lanes' keys and values [lanes, kv_heads, block, head_dim].
         """
         q, k, v = self.self_attn.project(self.input_layernorm(x), cos, sin)
         lanes, block, heads, dim = q.shape
@@ -192,7 +192,7 @@ class TinySDAR(nn.Module):
         mask: BlockMask | Tensor,
         rows: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
-        """Last hidden states [tokens, hidden] of packed rows; every layer's keys and values are added to `rows`."""
+        """Last hidden states [tokens, hidden] of packed rows; each layer's keys and values go to `rows`."""
         x = self.model.embed_tokens(tokens)
         cos, sin = rope_tables(positions, self.config)
         for layer in self.model.layers:

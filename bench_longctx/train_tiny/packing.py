@@ -1,8 +1,8 @@
 """Many documents and their questions packed into one row of tokens, and who sees whom in it.
 
-A document is followed by branches: every question is laid out as if it were the only one, at the positions right
-after the document. A branch has clean blocks (the document's tail, the question, and the answer up to its last
-block) and noisy copies of the answer's blocks. Visibility is the same for all 16 tokens of a block:
+A document is followed by branches: every question is laid out as if it were the only one, at the positions
+right after the document. A branch has clean blocks (the document's tail, the question, and the answer up to
+its last block) and noisy copies of the answer's blocks. Visibility is the same for all 16 tokens of a block:
 
 * a block sees itself;
 * a block sees the document blocks, and its own branch's clean blocks, at lower block numbers.
@@ -28,8 +28,8 @@ class Packed:
     """One packed row, as numpy arrays (from the generator) or tensors (on the device).
 
     tokens [S]; per block [S / 16] int32: `number` (its block number), `query_document`, `query_branch`, and
-    `key_document`, `key_branch`, which are -1 where nobody else may see the block. Loss slots [T]: `slots` (index
-    into S), `targets`, `weights` (0 for unused slots) and `kinds` (for the accuracy by task).
+    `key_document`, `key_branch`, which are -1 where nobody else may see the block. Loss slots [T]: `slots`
+    (index into S), `targets`, `weights` (0 for unused slots) and `kinds` (for the accuracy by task).
     """
 
     tokens: np.ndarray | Tensor
@@ -127,7 +127,7 @@ def block_mask(p: Packed) -> BlockMask:
 
 
 def _tile_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of chosen key tiles of each query tile, and their indices first: [1, 1, tiles(, tiles)] int32."""
+    """Number of a query tile's chosen key tiles, and their indices first: [1, 1, tiles(, tiles)] int32."""
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
@@ -137,8 +137,8 @@ def pack_prompts(
 ) -> list[tuple[Packed, list[tuple[int, int, int]]]]:
     """Pack the whole blocks of prompts into rows of `size` tokens, for prefill.
 
-    Returns rows, each with the (prompt index, first token in the row, length) of what it holds. Raises ValueError
-    if a prompt is longer than a row.
+    Returns rows, each with the (prompt index, first token in the row, length) of what it holds. Raises
+    ValueError if a prompt is longer than a row.
     """
     rows: list[tuple[Packed, list[tuple[int, int, int]]]] = []
     at = size

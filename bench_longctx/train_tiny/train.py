@@ -2,10 +2,10 @@
 
     python bench_longctx/train_tiny/train.py --seconds 900 --data .train_data --out DIR [--resume DIR]
 
-The schedule (length curriculum and learning rate) follows training seconds; compiling, evaluation and saving are
-not counted in them, but logged. `--max-seconds-this-run` limits the wall time of the process: the run then saves
-and ends, and `--resume` continues it where it stood. DIR gets log.jsonl, eval.json, ckpt_*.safetensors and, when
-the schedule is done, plot.png and tiny.tar (the exported checkpoint folder).
+The schedule (length curriculum and learning rate) follows training seconds; compiling, evaluation and saving
+are not counted in them, but logged. `--max-seconds-this-run` limits the wall time of the process: the run
+then saves and ends, and `--resume` continues it where it stood. DIR gets log.jsonl, eval.json,
+ckpt_*.safetensors and, when the schedule is done, plot.png and tiny.tar (the exported checkpoint folder).
 """
 
 from __future__ import annotations

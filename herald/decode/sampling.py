@@ -10,6 +10,28 @@ from herald.sampling_params import SamplingParams
 MIN_TEMPERATURE = 1e-6
 
 
+def request_generator(device: torch.device | str, seed: int) -> torch.Generator:
+    """A generator on ``device`` that follows all 63 bits of ``seed``, as torch's own on a CPU does not.
+
+    Args:
+        seed: 0 to 2**63 - 1. Below 2**32 it is torch's ``manual_seed(seed)`` on every device.
+    """
+    generator = torch.Generator(device)
+    return generator.manual_seed(_fold(seed) if generator.device.type == "cpu" else int(seed))
+
+
+def _fold(seed: int) -> int:
+    """``seed`` in the 32 bits that torch's CPU generator reads; it drops the upper ones without a word.
+
+    Seeds that share one half never meet; two others do with a chance of 2**-32. The upper half is mixed by
+    the finaliser of MurmurHash3 (Appleby), a permutation of 32 bits that keeps 0.
+    """
+    low, high = int(seed) & 0xFFFFFFFF, int(seed) >> 32
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        high = (high ^ (high >> shift)) * factor & 0xFFFFFFFF
+    return low ^ high ^ (high >> 16)
+
+
 def draw(
     logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

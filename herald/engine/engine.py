@@ -299,6 +299,8 @@ class Engine:
         assert task.logits is not None
         request.prefill = None
         request.phase = Phase.DECODE
+        if request.resident is not None and request.resident.needs_selection(request.prefix):
+            request.counters.rows_selected += request.resident.num_rows
         request.prefilled = time.perf_counter()
         self.decoder.commit([request], [task.logits])
         if progress is not None:

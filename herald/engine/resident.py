@@ -124,6 +124,11 @@ class ResidentSet:
     def num_bytes(self) -> int:
         return (self.num_slots + self.num_staging) * self.arena.bytes_per_slot
 
+    @property
+    def num_rows(self) -> int:
+        """Resident rows over all layers and KV heads."""
+        return self.length * self.slot_positions.shape[0] * self.slot_positions.shape[1]
+
     def size_for(self, prefix: int) -> int:
         """T(prefix), the rows a KV head keeps resident."""
         return set_size(self.config, self.block_length, prefix)

@@ -18,8 +18,8 @@ Layout of one row's codes, W = n * bits / 8 bytes:
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from herald.jit import jit
 from herald.kvstore.row_values import load_keys
 from herald.kvstore.vectors import butterfly, hadamard_16
 
@@ -46,7 +46,7 @@ def rotation_signs(head_dim: int) -> np.ndarray:
     return np.where(rng.random(padded_dim(head_dim)) < 0.5, np.float32(-1), np.float32(1))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def walsh_hadamard(x: np.ndarray) -> None:
     """Walsh-Hadamard transform in place, without its 1/sqrt(n). ``x`` [n] float32, n a power of two >= 16.
 
@@ -62,7 +62,7 @@ def walsh_hadamard(x: np.ndarray) -> None:
         hadamard_16(x, i)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def largest_magnitude(x: np.ndarray) -> np.float32:
     """max |x|. Compares bit patterns as integers, which vectorises without relaxed float rules."""
     bits = x.view(np.uint32)
@@ -75,7 +75,7 @@ def largest_magnitude(x: np.ndarray) -> np.float32:
     return largest.view(np.float32)[0]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _sum_of_magnitudes(x: np.ndarray) -> np.float32:
     """sum |x| in float32: lane j adds x[j], x[j + 8], ... in order; then lanes 0 .. 7 are added in order."""
     lanes = np.zeros(SUM_LANES, dtype=np.float32)
@@ -88,13 +88,13 @@ def _sum_of_magnitudes(x: np.ndarray) -> np.float32:
     return total
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _pack_8(x: np.ndarray, inverse: np.float32, codes: np.ndarray) -> None:
     for i in range(x.size):
         codes[i] = np.uint8(np.int8(np.int32(np.rint(x[i] * inverse))))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _pack_4(x: np.ndarray, inverse: np.float32, codes: np.ndarray) -> None:
     half = x.size // 2
     for i in range(half):
@@ -103,7 +103,7 @@ def _pack_4(x: np.ndarray, inverse: np.float32, codes: np.ndarray) -> None:
         codes[i] = np.uint8(low | (high << 4))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _pack_1(x: np.ndarray, codes: np.ndarray) -> None:
     width = codes.size
     for i in range(width):
@@ -114,7 +114,7 @@ def _pack_1(x: np.ndarray, codes: np.ndarray) -> None:
             codes[i] |= np.uint8(bit << j)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def quantise(x: np.ndarray, bits: int, norm: np.float32, codes: np.ndarray) -> np.float32:
     """Codes of an unnormalised rotated row ``x`` [n]; returns its scale.
 
@@ -139,7 +139,7 @@ def quantise(x: np.ndarray, bits: int, norm: np.float32, codes: np.ndarray) -> n
     return scale
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _fix_mean(keys: np.ndarray, count: int, mean: np.ndarray) -> None:
     for d in range(mean.size):
         mean[d] = np.float32(0)
@@ -150,7 +150,7 @@ def _fix_mean(keys: np.ndarray, count: int, mean: np.ndarray) -> None:
         mean[d] /= np.float32(count)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def encode_rows(
     rows: np.ndarray,
     start: int,
@@ -186,7 +186,7 @@ def encode_rows(
         scales[start + r] = quantise(x, bits, norm, codes[start + r])
 
 
-@njit(nogil=True, cache=True)
+@jit
 def encode_span(
     rows: np.ndarray,
     layer_range: tuple[int, int],

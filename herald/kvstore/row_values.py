@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from numba.extending import overload
+
+from herald.jit import jit
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -74,7 +76,7 @@ def _load_16_bit(rows: np.ndarray, start: int, count: int, kind: int, out: np.nd
             bits[r, d] |= special | ((half & np.uint32(0x8000)) << np.uint32(16))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def row_ids_of_positions(
     page_ids: np.ndarray, positions: np.ndarray, num_pages: int, page_size: int
 ) -> np.ndarray:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from herald.errors import ResidentSetTooSmall, UsageError
+from herald.jit import jit
 
 
 class Difference(NamedTuple):
@@ -87,7 +87,7 @@ def difference(slot_positions: np.ndarray, length: int, target: np.ndarray, num_
 _WANTED, _RESIDENT = 1, 2
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _fill(
     slot_positions: np.ndarray,
     length: int,
@@ -125,7 +125,7 @@ def _fill(
                 free[layer, head, i] = _candidate(candidates, leaving, length, count + i)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _candidate(candidates: np.ndarray, leaving: int, length: int, i: int) -> int:
     """The i-th slot handed out: those that leave, then the ones after the old length."""
     if i < leaving:

@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections import namedtuple
 
 import numpy as np
-from numba import njit
 
+from herald.jit import jit
 from herald.kvstore.key_codes import quantise, walsh_hadamard
 from herald.kvstore.row_values import load_keys
 from herald.select.tiles import dots, exact_dots, largest_score, unpack
@@ -61,7 +61,7 @@ Workspace = namedtuple(
 )
 
 
-@njit(nogil=True, cache=True)
+@jit
 def load_queries(queries: np.ndarray, lse: np.ndarray, group: int, head: int, work: Workspace) -> None:
     """Put the queries of one KV head into ``work.raw`` and ``work.lse``: query m * G + g.
 
@@ -77,7 +77,7 @@ def load_queries(queries: np.ndarray, lse: np.ndarray, group: int, head: int, wo
                 work.raw[d, query] = queries[m, head * group + g, d]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def quantise_queries(count: int, signs: np.ndarray, work: Workspace) -> None:
     """Rotate and quantise the first ``count`` queries to int8, as keys of 8 bits are."""
     head_dim = work.raw.shape[0]
@@ -102,14 +102,14 @@ def quantise_queries(count: int, signs: np.ndarray, work: Workspace) -> None:
         work.correction[query] = 128 * total
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _place_code(packed: np.ndarray, d: int, query: int, code: np.int8) -> None:
     """``packed`` has 4 dimensions a group for VNNI and 1 for floats: [n / group, width, group]."""
     group = packed.shape[2]
     packed[d // group, query, d % group] = code
 
 
-@njit(nogil=True, cache=True)
+@jit
 def reduce_max(
     tile: np.ndarray,
     count: int,
@@ -123,7 +123,7 @@ def reduce_max(
         out[r] = largest_score(tile, r, factors.size, factors, scales[r], offsets)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _exp(x: np.ndarray, bits: np.ndarray) -> None:
     """exp of ``x`` <= 0 in place, float32, relative error below 3e-7: n ln 2 + r, then a polynomial in r.
 
@@ -147,7 +147,7 @@ def _exp(x: np.ndarray, bits: np.ndarray) -> None:
         x[i] *= powers[i]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _sum_in_lanes(x: np.ndarray) -> np.float32:
     lanes = x[:16]
     for start in range(16, x.size, 16):
@@ -160,7 +160,7 @@ def _sum_in_lanes(x: np.ndarray) -> np.float32:
     return total
 
 
-@njit(nogil=True, cache=True)
+@jit
 def reduce_sum(
     tile: np.ndarray,
     count: int,
@@ -180,7 +180,7 @@ def reduce_sum(
         out[r] = np.float32(np.float64(out[r]) + np.log(np.float64(_sum_in_lanes(row))))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _page_offsets(
     means: np.ndarray, page_ids: np.ndarray, head: int, scale: np.float32, work: Workspace
 ) -> None:
@@ -196,7 +196,7 @@ def _page_offsets(
             row[q] = row[q] * scale - work.lse[q]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def scan_codes(
     store: Store,
     layer: int,
@@ -233,7 +233,7 @@ def scan_codes(
             reduce_max(work.tile, count, factors, scales, work.offsets[in_group], out)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def scan_rows(
     store: Store,
     layer: int,
@@ -264,7 +264,7 @@ def scan_rows(
             reduce_max(work.tile, count, work.query_scale, ones, offsets, out)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def select_from_codes(
     store: Store,
     tasks: tuple[int, int],
@@ -293,7 +293,7 @@ def select_from_codes(
         top_k(scores, out.shape[2], first, work.keys, work.histogram, out[layer, head])
 
 
-@njit(nogil=True, cache=True)
+@jit
 def select_from_rows(
     store: Store,
     tasks: tuple[int, int],

@@ -23,10 +23,11 @@ import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload, register_jitable
 
+from herald.jit import jit
 from herald.kvstore.vectors import (
     FLOATS,
     INT32,
@@ -137,7 +138,7 @@ _fused_1, _fused_2, _fused_3, _fused_4 = (_make_tile(vectors, True) for vectors 
 _plain_1, _plain_4 = (_make_tile(vectors, False) for vectors in (1, 4))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def dots(
     rows: np.ndarray, count: int, queries: np.ndarray, steps: int, correction: np.ndarray, out: np.ndarray
 ) -> None:
@@ -170,7 +171,7 @@ def dots(
         query += vectors * 16
 
 
-@njit(nogil=True, cache=True)
+@jit
 def exact_dots(
     rows: np.ndarray, count: int, queries: np.ndarray, correction: np.ndarray, out: np.ndarray
 ) -> None:
@@ -238,7 +239,7 @@ def _unpack(codes: Any, start: Any, count: Any, bits: Any, out: Any) -> Callable
     return _unpack_bytes if out.dtype == types.uint8 else _unpack_floats
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _unpack_row(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
     """One row's 4-bit or 1-bit codes as value + 128. Every branch is a run of contiguous bytes."""
     width = codes.size
@@ -255,7 +256,7 @@ def _unpack_row(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
             part[i] = np.uint8(127) + np.uint8(2) * ((codes[i] >> np.uint8(j)) & np.uint8(1))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _flip_signs(codes: np.ndarray, out: np.ndarray) -> None:
     for i in range(codes.size):
         out[i] = codes[i] ^ np.uint8(128)

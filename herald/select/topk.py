@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from herald.jit import jit
 
 _BINS = 2048
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _order_bits(scores: np.ndarray, keys: np.ndarray) -> None:
     """Float bits as uint32 that compare like the floats; NaN is below everything, -0 equals +0."""
     bits = scores.view(np.uint32)
@@ -23,7 +24,7 @@ def _order_bits(scores: np.ndarray, keys: np.ndarray) -> None:
         keys[i] = np.uint32(0) if magnitude > np.uint32(0x7F800000) else key
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _find_bin(histogram: np.ndarray, rank: int) -> tuple[int, int]:
     """Bin of the ``rank``-th largest entry (from 1), and its rank among the entries of that bin."""
     b = histogram.size - 1
@@ -33,7 +34,7 @@ def _find_bin(histogram: np.ndarray, rank: int) -> tuple[int, int]:
     return b, rank
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _threshold(keys: np.ndarray, k: int, histogram: np.ndarray) -> tuple[np.uint32, int]:
     """The k-th largest key, and how many keys equal to it are among the k largest."""
     prefix = np.uint32(0)
@@ -55,7 +56,7 @@ def _threshold(keys: np.ndarray, k: int, histogram: np.ndarray) -> tuple[np.uint
     return prefix, rank
 
 
-@njit(nogil=True, cache=True)
+@jit
 def top_k(
     scores: np.ndarray, k: int, first: int, keys: np.ndarray, histogram: np.ndarray, out: np.ndarray
 ) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -191,4 +192,4 @@ def within_registrations(target: torch.Tensor, base: int, size: int) -> list[tup
     stop = start + target.nbytes
     edges = range((start // size + 1) * size, stop, size)
     cuts = [0, *((edge - start) // target.element_size() for edge in edges), target.numel()]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    return list(pairwise(cuts))

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+
+from herald.jit import jit
 
 
-@njit(nogil=True, cache=True)
+@jit
 def first_outside(ids: np.ndarray, limit: int) -> int:
     """Index of the first of ``ids`` (int64 [n]) that is not in [0, limit), or -1."""
     for i in range(ids.shape[0]):
@@ -21,7 +22,7 @@ def first_outside(ids: np.ndarray, limit: int) -> int:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def copy_listed_rows(dst: np.ndarray, dst_rows: np.ndarray, src: np.ndarray, src_rows: np.ndarray) -> None:
     """``dst[dst_rows[i]] = src[src_rows[i]]`` for two matrices of words and int64 row ids."""
     for i in range(src_rows.shape[0]):
@@ -30,7 +31,7 @@ def copy_listed_rows(dst: np.ndarray, dst_rows: np.ndarray, src: np.ndarray, src
             dst[d, j] = src[s, j]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def gather_rows(dst: np.ndarray, src: np.ndarray, src_rows: np.ndarray) -> None:
     """``dst[i] = src[src_rows[i]]`` for two matrices of words and int64 row ids."""
     for i in range(src_rows.shape[0]):

@@ -65,7 +65,7 @@ def check_resident_rows(engine: Engine, requests: list[Request]) -> int:
             pages = request.pages[positions // size]
             expected = pool.rows[layer][pages, head, positions % size]
             start = resident.row_start
-            found = engine.memory.arena.rows[layer, head, start : start + resident.length]
+            found = engine.memory.arena.rows[layer, head, start : start + resident.length].cpu()
             assert found.equal(expected), f"layer {layer} head {head}: a slot differs from the pool"
             compared += len(positions)
     return compared

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("herald.sampling_params",),
     ("herald.outputs",),
     ("herald.hardware",),
+    ("herald.jit",),
     ("herald._native",),
     ("herald.kvstore",),
     ("herald.select",),

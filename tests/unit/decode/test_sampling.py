@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from herald.decode import draw
+from herald.decode import draw, request_generator
 from herald.sampling_params import SamplingParams
 
 # ids in an order that is not that of their probability; probabilities .5 .2 .15 .1 .05
@@ -125,6 +125,25 @@ def test_greedy_takes_nothing_from_the_generator() -> None:
     before = own.get_state()
     draw(torch.randn(4, 10), GREEDY, own)
     assert torch.equal(own.get_state(), before)
+
+
+def test_a_seed_counts_with_all_its_bits() -> None:
+    base = 0x1234_5678_9ABC_DEF0
+    seeds = [base, 0, *(base ^ 1 << bit for bit in range(63)), *(1 << bit for bit in range(63))]
+    first = [torch.rand(4, generator=request_generator("cpu", seed)) for seed in seeds]
+    again = [torch.rand(4, generator=request_generator("cpu", seed)) for seed in seeds]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert len({tuple(values.tolist()) for values in first}) == len(seeds)
+
+
+def test_a_short_seed_is_that_of_torch() -> None:
+    for seed in (0, 1, 2**32 - 1):
+        assert torch.equal(request_generator("cpu", seed).get_state(), generator(seed).get_state())
+
+
+@pytest.mark.gpu
+def test_cuda_takes_the_whole_seed() -> None:
+    assert request_generator("cuda", 2**63 - 1).initial_seed() == 2**63 - 1
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numba import njit
 from numba.core.errors import TypingError
 
 from herald.select import scan, tiles
@@ -72,7 +73,7 @@ def test_the_inner_loop_is_vnni() -> None:
     out = np.empty((12, 64), dtype=np.float32)
     packed = np.ascontiguousarray(queries.reshape(64, 4, 4).transpose(1, 0, 2))
     arguments = (rows.view(np.uint8), 12, packed, 4, np.zeros(64, np.int32), out)
-    fresh = tiles.njit(tiles.dots.py_func)
+    fresh = njit(tiles.dots.py_func)
     fresh(*arguments)
     assembly = next(iter(fresh.inspect_asm().values()))
     assert assembly.count("vpdpbusd") >= 16
