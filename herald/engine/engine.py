@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from herald.config import EngineConfig, OffloadConfig
-from herald.decode import StopChecker
+from herald.decode import StopChecker, request_generator
 from herald.engine.decoder import Decoder
 from herald.engine.memory import EngineMemory, HostStore
 from herald.engine.prefill import PrefillTask, first_block
@@ -63,11 +64,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._checkers: dict[str, StopChecker] = {}
         self._ids = itertools.count()
-        self._seeds = torch.Generator()
-        if seed is None:
-            self._seeds.seed()
-        else:
-            self._seeds.manual_seed(seed)
+        self._seeds = request_generator("cpu", random.getrandbits(32) if seed is None else seed)
         self._lock = threading.Lock()
 
     @property
@@ -255,11 +252,10 @@ class Engine:
         request.masked = torch.from_numpy(masked).to(device)
         request.draft = request.tokens
         request.block = request.prompt_blocks
-        request.generator = torch.Generator(device)
         seed = request.params.seed
         if seed is None:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
-        request.generator.manual_seed(seed)
+        request.generator = request_generator(device, seed)
         retriever, store_layer = self.retriever, None
         if retriever is not None:
             bound = retriever
