@@ -1,0 +1,69 @@
+"""The arena hands out ranges that never overlap, and says when there is no room."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from herald.engine.arena import DeviceArena
+from herald.errors import ResidentSetTooSmall
+from herald.sampling_params import SamplingParams
+from tests.engine.conftest import DENSE, MakeEngine
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
+def test_ranges_never_overlap(steps: list[tuple[bool, int]]) -> None:
+    arena = DeviceArena(1, 1, 1, 100, torch.float32, CPU)
+    held: list[tuple[int, int]] = []
+    for take, rows in steps:
+        if take:
+            start = arena.allocate(rows)
+            if start is None:
+                continue
+            assert 0 <= start and start + rows <= 100
+            assert all(start + rows <= begin or begin + size <= start for begin, size in held)
+            held.append((start, rows))
+        elif held:
+            arena.release(*held.pop(rows % len(held)))
+        assert arena.rows_free == 100 - sum(size for _, size in held)
+    for part in held:
+        arena.release(*part)
+    assert arena.idle and arena.allocate(100) == 0
+
+
+def test_double_release_is_an_error() -> None:
+    arena = DeviceArena(1, 1, 1, 10, torch.float32, CPU)
+    start = arena.allocate(4)
+    assert start == 0
+    arena.release(0, 4)
+    with pytest.raises(ValueError, match="twice"):
+        arena.release(0, 4)
+
+
+def test_no_room_names_the_bytes_and_what_to_lower() -> None:
+    with pytest.raises(ResidentSetTooSmall, match=r"no room for .* bytes .*lower kv_budget"):
+        DeviceArena(64, 64, 128, 1 << 40, torch.float32, CPU)
+
+
+def test_a_request_without_room_fails_alone(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine reports the request whose resident set cannot be allocated, and serves the next one."""
+    engine = make_engine("sdar_b8", DENSE)
+    real = engine.memory.ensure
+
+    def ensure(arena_rows: int, pages: int) -> None:
+        if arena_rows > 500:
+            raise ResidentSetTooSmall("no room", "lower kv_budget")
+        real(arena_rows, pages)
+
+    monkeypatch.setattr(engine.memory, "ensure", ensure)
+    big = engine.add_request([1] * 900, SamplingParams(max_tokens=8))
+    small = engine.add_request([1] * 90, SamplingParams(max_tokens=8, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert isinstance(big.error, ResidentSetTooSmall)
+    assert small.error is None and len(small.output_ids) == 8
