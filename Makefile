@@ -72,6 +72,6 @@ endef
 $(foreach file,$(BENCH_FILES),$(eval $(call bench_rule,$(file))))
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache herald/_native*.so
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .ruff_cache .pytest_cache herald/_native*.so
 	@# numba's cache lies in there too, and does not notice an edit in a file that a function imports from
 	find herald kernels tests bench_longctx -name __pycache__ -type d -prune -exec rm -rf {} +

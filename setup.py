@@ -156,6 +156,7 @@ setup(
             "pybind11>=2.13",
             "pytest>=8.3",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "ruff>=0.9",
             "setuptools>=77",
         ],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from herald.errors import InvalidOption
 
@@ -18,6 +19,37 @@ def check(ok: bool, field: str, value: object, remedy: str) -> None:
     """Raise `InvalidOption` naming ``field`` and ``value`` unless ``ok``."""
     if not ok:
         raise InvalidOption(f"{field}={value!r} is not valid", remedy)
+
+
+def is_whole(value: object) -> bool:
+    """Whether ``value`` is an integer of Python or numpy, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a real number of Python or numpy, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_kinds(options: Any, optional: tuple[str, ...] = ()) -> None:
+    """Hold each field of a dataclass to the kind of its default: bool, whole number or number.
+
+    Args:
+        optional: fields that may be None.
+
+    Raises:
+        InvalidOption: names the field and its value.
+    """
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value is None and field.name in optional:
+            continue
+        if isinstance(field.default, bool):
+            check(isinstance(value, bool), field.name, value, "use True or False")
+        elif isinstance(field.default, int):
+            check(is_whole(value), field.name, value, f"use a whole number, such as {field.default}")
+        elif isinstance(field.default, float):
+            check(is_number(value), field.name, value, f"use a number, such as {field.default}")
 
 
 @dataclass(frozen=True)
@@ -65,6 +97,7 @@ class OffloadConfig:
     num_threads: int = 0
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         check(0.0 < self.kv_budget <= 1.0, "kv_budget", self.kv_budget, "use a share in (0, 1], such as 0.08")
         check(self.sink_rows >= 0, "sink_rows", self.sink_rows, "use 0 or more, such as 4")
         check(self.recent_rows >= 1, "recent_rows", self.recent_rows, "use at least one block, such as 64")
@@ -123,6 +156,7 @@ class EngineConfig:
     prefill_units_per_step: int = 8
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         check(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "use 1 or more")
         check(self.max_model_len >= 0, "max_model_len", self.max_model_len, "use 0 for the model's limit")
         check(self.prefill_chunk >= 64, "prefill_chunk", self.prefill_chunk, "use 64 or more, such as 2048")

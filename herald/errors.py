@@ -61,5 +61,9 @@ class TransferCorrupted(HeraldError):
     """A row arrived on the device with bytes other than those sent (checksum mode)."""
 
 
+class RetrievalFailed(HeraldError):
+    """Storing, selecting or moving a request's rows failed; its cause is chained."""
+
+
 class RequestAborted(HeraldError):
     """The request was aborted before it finished."""

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from herald.config import EngineConfig, OffloadConfig, check
+from herald.config import EngineConfig, OffloadConfig, check, is_whole
 from herald.engine.engine import Engine, ProgressCallback
 from herald.engine.request import Phase, Request
-from herald.errors import CudaUnavailable, InvalidOption, RequestAborted
+from herald.errors import CudaUnavailable, InvalidOption, RequestAborted, UsageError
 from herald.models import load_model, resolve_model
-from herald.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from herald.outputs import CompletionOutput, Progress, RequestMetrics, RequestOutput
 from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
+from herald_kernels import backend
 
 DTYPES = {
     "float32": torch.float32,
@@ -43,7 +46,8 @@ class LLM:
     Raises:
         ModelNotFound, WeightsError, UnknownArchitecture, CudaUnavailable, InvalidOption.
 
-    Use it as a context manager, or call `close`, to give the host pool back.
+    Use it as a context manager, or call `close`, to give the host pool back. Several threads may use it:
+    one works at a time, on the requests of all of them.
     """
 
     def __init__(
@@ -59,15 +63,22 @@ class LLM:
     ) -> None:
         target = pick_device(device)
         kind = pick_dtype(dtype, target)
+        self.offload = _options(OffloadConfig, "offload", offload)
+        self.engine_config = _options(EngineConfig, "engine", engine)
+        check(
+            seed is None or (is_whole(seed) and seed >= 0), "seed", seed, "use 0 or more, or None to draw one"
+        )
+        _check_environment(self.offload, target)
         self.path = resolve_model(str(model))
         self.model = load_model(
             self.path, target, kind, block_length=block_length, mask_token_id=mask_token_id
         )
         self.tokenizer = Tokenizer(self.path)
-        self.offload = offload or OffloadConfig()
-        self.engine_config = engine or EngineConfig()
         self.engine = Engine(self.model, self.tokenizer, self.offload, self.engine_config, seed)
         self._ids = itertools.count()
+        self._lock = threading.Lock()  # of the engine, all but `abort`
+        self._holder: int | None = None  # thread that has it
+        self._closed = False
 
     def generate(
         self,
@@ -87,14 +98,16 @@ class LLM:
         Raises:
             PromptTooLong, InvalidOption: before anything runs.
             HeraldError: the first error of a request; the others are ended.
+            UsageError: the model is closed, or this is a progress callback.
         """
-        requests = self._add(prompts, prompt_token_ids, sampling_params)
+        requests = self._add(prompts, prompt_token_ids, sampling_params, progress)
+        ours = _only(requests, progress)
         try:
             while any(r.phase is not Phase.FINISHED for r in requests):
-                self.engine.step(progress)
+                with self._exclusive():
+                    self.engine.step(ours)
                 for request in requests:
-                    if request.error is not None and not isinstance(request.error, RequestAborted):
-                        raise request.error
+                    _raise_error(request)
         finally:
             self._end(requests)
         return [output_of(request) for request in requests]
@@ -109,10 +122,13 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """As `generate`, but yields a request's output so far after each of its finished blocks.
 
-        A request's last output has ``finished=True``. Closing the iterator ends its requests.
+        A request's last output has ``finished=True``. Closing or dropping the iterator ends its requests.
+        Other calls may run between two outputs; blocks finished meanwhile come as one.
         """
-        requests = self._add(prompts, prompt_token_ids, sampling_params)
-        return self._stream(requests, progress)
+        requests = self._add(prompts, prompt_token_ids, sampling_params, progress)
+        outputs = self._stream(requests, _only(requests, progress))
+        next(outputs)  # into its try block, so that an iterator nobody ever asks ends its requests too
+        return outputs
 
     def abort(self, request_id: str) -> bool:
         """End a request at the next step; its output so far has ``finish_reason="abort"``.
@@ -122,8 +138,14 @@ class LLM:
         return self.engine.abort(request_id)
 
     def close(self) -> None:
-        """End all requests and give device and host memory back. Idempotent."""
-        self.engine.close()
+        """End all requests and give device and host memory back. Idempotent; the model is of no use after.
+
+        Raises:
+            UsageError: this is a progress callback.
+        """
+        with self._exclusive():
+            self._closed = True
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -134,58 +156,130 @@ class LLM:
         self.close()
 
     def _stream(self, requests: list[Request], progress: ProgressCallback | None) -> Iterator[RequestOutput]:
-        ours = set(map(id, requests))
+        shown = {id(request): 0 for request in requests}  # blocks in the last output
+        open_ = requests
         try:
-            while any(r.phase is not Phase.FINISHED for r in requests):
-                for request in self.engine.step(progress):
-                    if id(request) not in ours:
-                        continue
-                    if request.error is not None and not isinstance(request.error, RequestAborted):
-                        raise request.error
-                    yield output_of(request)
+            yield cast(RequestOutput, None)  # for `stream`
+            while open_:
+                with self._exclusive():
+                    # Someone else's step may have brought them on.
+                    if not any(_has_news(r, shown[id(r)]) for r in open_):
+                        self.engine.step(progress)
+                    news = [r for r in open_ if _has_news(r, shown[id(r)])]
+                    outputs = [output_of(r) for r in news]
+                shown |= {id(r): o.metrics.blocks for r, o in zip(news, outputs, strict=True)}
+                done = {o.request_id for o in outputs if o.finished}
+                open_ = [r for r in open_ if r.request_id not in done]
+                for request, output in zip(news, outputs, strict=True):
+                    _raise_error(request)
+                    yield output
         finally:
             self._end(requests)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Keep other threads out of the engine, and refuse a thread that is in it already."""
+        if self._holder == threading.get_ident():
+            raise UsageError(
+                "a progress callback cannot use its model", "only abort may be called there: call it later"
+            )
+        with self._lock:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
 
     def _end(self, requests: list[Request]) -> None:
         """End what is unfinished (an error, an interrupt, a closed iterator)."""
         open_ = [r for r in requests if r.phase is not Phase.FINISHED]
         for request in open_:
             self.engine.abort(request.request_id)
-        if open_:
-            self.engine.end_aborted()
+        # An iterator may be dropped in a progress callback; the next step ends its requests.
+        if open_ and self._holder != threading.get_ident():
+            with self._exclusive():
+                self.engine.end_aborted()
 
     def _add(
         self,
         prompts: str | Sequence[str] | None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: ProgressCallback | None,
     ) -> list[Request]:
         if (prompts is None) == (prompt_token_ids is None):
             raise InvalidOption("one of prompts and prompt_token_ids is needed", "pass exactly one of them")
+        check(progress is None or callable(progress), "progress", progress, "pass a function, or None")
         texts: list[str | None] = []
         if prompts is not None:
-            texts = [prompts] if isinstance(prompts, str) else list(prompts)
-            ids = [self.tokenizer.encode(text or "") for text in texts]
+            texts = [prompts] if isinstance(prompts, str) else _items("prompts", prompts)
+            ids = [self.tokenizer.encode(cast(str, text)) for text in texts]
         else:
-            ids = _token_lists(prompt_token_ids or [])
+            ids = _token_lists(prompt_token_ids)
             texts = [None] * len(ids)
         params = _params_for(sampling_params, len(ids))
         added: list[Request] = []
         try:
-            for text, tokens, each in zip(texts, ids, params, strict=True):
-                added.append(self.engine.add_request(tokens, each, text, f"request-{next(self._ids)}"))
-        except Exception:
+            with self._exclusive():
+                if self._closed:
+                    raise UsageError("the model is closed", "make a new LLM")
+                for text, tokens, each in zip(texts, ids, params, strict=True):
+                    added.append(self.engine.add_request(tokens, each, text, f"request-{next(self._ids)}"))
+        except BaseException:
             self._end(added)
             raise
         return added
 
 
-def pick_device(device: str) -> torch.device:
+def _options(kind: type[Any], name: str, value: Any) -> Any:
+    """``value``, or the defaults for None."""
+    check(value is None or isinstance(value, kind), name, value, f"pass a herald.{kind.__name__}, or None")
+    return kind() if value is None else value
+
+
+def _check_environment(offload: OffloadConfig, device: torch.device) -> None:
+    """Refuse at once what would fail once a request is long enough to need it."""
+    check(
+        device.type == "cuda" or offload.transfer == "auto" or not offload.enabled,
+        "transfer",
+        offload.transfer,
+        f"use 'auto' on device={device.type!r}",
+    )
+    try:
+        backend("commit", device.type)
+    except (ValueError, RuntimeError) as error:
+        raise InvalidOption(str(error), "unset HERALD_KERNELS") from error
+
+
+def _only(requests: list[Request], progress: ProgressCallback | None) -> ProgressCallback | None:
+    """``progress`` for these requests, whatever else runs beside them."""
+    if progress is None:
+        return None
+    ours = {request.request_id for request in requests}
+
+    def report(event: Progress) -> None:
+        if event.request_id in ours:
+            progress(event)
+
+    return report
+
+
+def _raise_error(request: Request) -> None:
+    if request.error is not None and not isinstance(request.error, RequestAborted):
+        raise request.error
+
+
+def _has_news(request: Request, blocks_shown: int) -> bool:
+    return request.phase is Phase.FINISHED or request.counters.blocks > blocks_shown
+
+
+def pick_device(device: str | torch.device) -> torch.device:
     """The torch device for a ``device`` option.
 
     Raises:
         CudaUnavailable: CUDA was asked for and cannot be used. InvalidOption: an unknown name.
     """
+    device = str(device)
     check(
         device in ("auto", "cpu", "cuda") or (device.startswith("cuda:") and device[5:].isdigit()),
         "device",
@@ -210,7 +304,8 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     Raises:
         InvalidOption: an unknown name, or one the device cannot compute in.
     """
-    check(dtype == "auto" or dtype in DTYPES, "dtype", dtype, f"use 'auto', {', '.join(map(repr, DTYPES))}")
+    known = isinstance(dtype, str) and (dtype == "auto" or dtype in DTYPES)
+    check(known, "dtype", dtype, f"use 'auto', {', '.join(map(repr, DTYPES))}")
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     check(
@@ -255,14 +350,36 @@ def metrics_of(request: Request) -> RequestMetrics:
 def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InvalidOption(f"{len(params)} sampling_params for {count} prompts", "pass one, or one for each")
-    return list(params)
+    many = _items("sampling_params", params)
+    for each in many:
+        check(isinstance(each, SamplingParams), "sampling_params", each, "pass herald.SamplingParams")
+    if len(many) != count:
+        raise InvalidOption(f"{len(many)} sampling_params for {count} prompts", "pass one, or one for each")
+    return many
 
 
 def _token_lists(ids: Any) -> list[list[int]]:
-    """One list of ids, or several, as several."""
-    items = list(ids)
-    if not items or isinstance(items[0], Sequence):
-        return [list(item) for item in items]
-    return [[int(item) for item in items]]
+    """One sequence of ids, or several, as several lists. Arrays and tensors are sequences too."""
+    items = _items("prompt_token_ids", ids)
+    if items and all(map(is_whole, items)):
+        return [[int(item) for item in items]]
+    return [_ids(_items("prompt_token_ids", item)) for item in items]
+
+
+def _ids(items: list[Any]) -> list[int]:
+    for item in items:
+        check(is_whole(item), "prompt_token_ids", item, "pass whole numbers: one list of them, or several")
+    return [int(item) for item in items]
+
+
+def _items(name: str, values: Any) -> list[Any]:
+    """The elements of an iterable that is neither text nor a mapping; arrays and tensors as Python's own."""
+    values = _plain(values)
+    listed = isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping))
+    check(listed, name, values, "pass a list, see herald.LLM.generate")
+    return [_plain(value) for value in values]
+
+
+def _plain(value: Any) -> Any:
+    """An array or a tensor as lists and numbers, anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value

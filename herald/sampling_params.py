@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from numbers import Integral
 
-from herald.config import check
+from herald.config import check, check_kinds, is_whole
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,21 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        check(isinstance(self.stop, (str, tuple, list)), "stop", self.stop, "use a string or a list of them")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
+        check_kinds(self, optional=("confidence_threshold",))
         check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "use 1 or more")
-        check(self.temperature >= 0.0, "temperature", self.temperature, "use 0 (greedy) or more")
+        check(
+            0.0 <= self.temperature < math.inf,
+            "temperature",
+            self.temperature,
+            "use 0 (greedy) or more, such as 1.0",
+        )
         check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "use a share in (0, 1]")
         check(self.top_k >= 0, "top_k", self.top_k, "use 0 for all candidates, or 1 or more")
         check(
-            self.seed is None or (isinstance(self.seed, Integral) and 0 <= self.seed < 2**63),
+            self.seed is None or (is_whole(self.seed) and 0 <= self.seed < 2**63),
             "seed",
             self.seed,
             f"use 0 to {2**63 - 1}, or None to draw one",

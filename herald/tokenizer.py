@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from herald.config import check
 from herald.decode.detokenize import IncrementalDecoder
 from herald.errors import InvalidOption, WeightsError
 
@@ -55,8 +57,9 @@ class Tokenizer:
         """Token ids of ``text``.
 
         Raises:
-            InvalidOption: the folder has no tokenizer.
+            InvalidOption: the folder has no tokenizer, or ``text`` is no string.
         """
+        check(isinstance(text, str), "prompt", text, "pass a string, or token ids as prompt_token_ids")
         return list(self._require("encode text").encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -86,15 +89,14 @@ class Tokenizer:
             raise InvalidOption(
                 f"the model in {self.path} has no chat template", "pass a plain prompt, or use a chat model"
             )
-        from jinja2 import TemplateError
-
         try:
             text = hf.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **template_options
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        # a template is a program of the checkpoint's author: it may fail in any way
+        except Exception as error:
             raise InvalidOption(
-                f"the chat template refuses messages={messages!r} ({error})",
+                f"the chat template refuses messages={reprlib.repr(messages)} ({error})",
                 "use [{'role': 'user', 'content': 'text'}, ...]",
             ) from error
         # the template writes the special tokens itself

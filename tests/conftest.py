@@ -9,6 +9,9 @@ import pytest
 # Tests never ask the network: the hub client must answer from the local cache or fail at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Matrices of the tests are small: a second OpenMP thread gains nothing, and where other processes want the
+# cores its spinning makes a test ten times as long. The engine's own threads are not OpenMP's.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def cuda_problem() -> str:

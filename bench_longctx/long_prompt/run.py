@@ -89,6 +89,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "host_kv_bytes_computed": layout.pages_for(kept) * layout.page_bytes,
             "pinned": store.pool.slab.pinned if store is not None else None,
             "transfer": store.transfer.name if store is not None else None,
+            "transfer_why": store.transfer_why if store is not None else None,
             "metrics": {k: v for k, v in vars(metrics).items()},
             "tokens_per_second": metrics.tokens_per_second,
             "seconds_per_step": metrics.decode_seconds / max(metrics.forwards, 1),

@@ -52,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; `SystemExit` comes from ``--help`` and wrong options."""
+    _open_what_is_closed()
     _print_what_can_be_printed()
     try:
         args = build_parser().parse_args(argv)
@@ -74,6 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(
             f"out of memory: {error}; lower --max-model-len, --max-num-seqs or --kv-budget", RUNTIME_ERROR
         )
+
+
+def _open_what_is_closed() -> None:
+    """Let standard streams that the caller closed read nothing and swallow what is written."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # for as long as the process lives
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _print_what_can_be_printed() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import re
+import reprlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from herald.config import EngineConfig, OffloadConfig
+from herald.errors import InvalidOption
 from herald.sampling_params import SamplingParams
 
 _UNITS = {
@@ -28,36 +32,55 @@ _DEVICE = re.compile(r"auto|cpu|cuda(?::\d+)?")
 def size(text: str) -> int:
     """Bytes of ``16GiB`` (powers of 1024), ``16GB`` (powers of 1000) or a plain number of bytes."""
     match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    num_bytes = float(match[1]) * _UNITS[(match[2] or "").lower()] if match is not None else math.inf
+    if num_bytes >= 2**63:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; write it as 16GiB, 16GB or a number of bytes"
+            f"{_shown(text)} is not a size; write it as 16GiB, 16GB or a number of bytes"
         )
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    return int(num_bytes)
+
+
+def whole(text: str) -> int:
+    """A whole number of at most 18 digits."""
+    if re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) is None:
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not a whole number of at most 18 digits")
+    return int(text)
+
+
+def number(text: str) -> float:
+    """A number as Python writes it."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not a number, such as 0.08") from None
 
 
 def threshold(text: str) -> float | None:
     """A probability, or ``off`` for a fixed number of tokens a step."""
     if text == "off":
         return None
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a probability; write one such as 0.9, or off"
-        ) from None
+    with contextlib.suppress(ValueError):
+        if 0.0 <= float(text) <= 1.0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{_shown(text)} is not a probability; write one such as 0.9, or off")
 
 
 def seed(text: str) -> int:
     """A seed that every generator takes."""
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a seed; use 0 to {2**63 - 1}")
+    if re.fullmatch(r"[0-9]{1,19}", text) is None or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not a seed; use 0 to {2**63 - 1}")
     return int(text)
 
 
 def device(text: str) -> str:
     if _DEVICE.fullmatch(text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda or cuda:N")
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not a device; use auto, cpu, cuda or cuda:N")
     return text
+
+
+def _shown(text: str) -> str:
+    """``text`` quoted for a message of one line, its middle left out when it is long."""
+    return reprlib.repr(text)
 
 
 def _adder(group: Any) -> Callable[..., None]:
@@ -113,22 +136,22 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--block-length",
-        type=int,
+        type=whole,
         default=0,
         metavar="N",
         help="positions denoised together (default: checkpoint's)",
     )
-    group.add_argument("--mask-token-id", type=int, metavar="ID", help="mask token (default: checkpoint's)")
+    group.add_argument("--mask-token-id", type=whole, metavar="ID", help="mask token (default: checkpoint's)")
     add = _adder(group)
     add(
         "--max-model-len",
-        type=int,
+        type=whole,
         metavar="N",
         help="positions of prompt and output (default: the model's limit)",
     )
     add(
         "--max-num-seqs",
-        type=int,
+        type=whole,
         metavar="N",
         help=f"prompts decoded together (default: {EngineConfig.max_num_seqs})",
     )
@@ -137,10 +160,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add = _adder(parser.add_argument_group("decoding"))
     default = SamplingParams
-    add("--max-tokens", type=int, metavar="N", help=f"new tokens at most (default: {default.max_tokens})")
-    add("--temperature", type=float, metavar="T", help="0 is greedy (default: 0)")
-    add("--top-p", type=float, metavar="P", help="nucleus share in (0, 1] (default: 1)")
-    add("--top-k", type=int, metavar="K", help="candidates kept, 0 for all (default: 0)")
+    add("--max-tokens", type=whole, metavar="N", help=f"new tokens at most (default: {default.max_tokens})")
+    add("--temperature", type=number, metavar="T", help="0 is greedy (default: 0)")
+    add("--top-p", type=number, metavar="P", help="nucleus share in (0, 1] (default: 1)")
+    add("--top-k", type=whole, metavar="K", help="candidates kept, 0 for all (default: 0)")
     add("--seed", type=seed, metavar="N", help="seed of each prompt's own generator")
     add("--stop", action="append", metavar="TEXT", help="end the output before this text; may be repeated")
     add(
@@ -150,7 +173,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
         help="commit every position above this confidence in a step, or off for a fixed number a step "
         f"(default: {default.confidence_threshold})",
     )
-    add("--steps", type=int, metavar="N", help="denoising steps a block may take (default: one a position)")
+    add("--steps", type=whole, metavar="N", help="denoising steps a block may take (default: one a position)")
     add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
 
 
@@ -164,19 +187,19 @@ def _add_offload_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--kv-budget",
-        type=float,
+        type=number,
         metavar="SHARE",
         help=f"rows attended to / rows (default: {default.kv_budget})",
     )
     add(
         "--index-bits",
-        type=int,
+        type=whole,
         choices=(16, 8, 4, 1),
         help=f"key index (default: {default.index_bits}; 16 is exact)",
     )
     add(
         "--lookahead-step",
-        type=int,
+        type=whole,
         metavar="N",
         help=f"step of a block that looks ahead to the next (default: {default.lookahead_step})",
     )
@@ -192,7 +215,7 @@ def _add_offload_options(parser: argparse.ArgumentParser) -> None:
         help="host pool, such as 16GiB (default: for the longest request)",
     )
     add("--transfer", choices=("auto", "zero_copy", "staged"), help="how rows reach a GPU (default: auto)")
-    add("--num-threads", type=int, metavar="N", help="CPU threads of selection (default: all usable cores)")
+    add("--num-threads", type=whole, metavar="N", help="CPU threads of selection (default: all usable cores)")
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -232,16 +255,32 @@ def _given(args: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
     return {field: getattr(args, option) for option, field in names.items() if hasattr(args, option)}
 
 
+_Options = TypeVar("_Options")
+
+
+def _build(kind: Callable[..., _Options], args: argparse.Namespace, names: dict[str, str]) -> _Options:
+    """The dataclass of the options given; what it refuses is reported by the option's name."""
+    given = _given(args, names)
+    try:
+        return kind(**given)
+    except InvalidOption as error:
+        for option, field in names.items():
+            if field in given and error.problem.startswith(f"{field}="):
+                named = error.problem.replace(field, f"--{option.replace('_', '-')}", 1)
+                raise InvalidOption(named, error.remedy) from error
+        raise
+
+
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """`SamplingParams` of the options given; raises `InvalidOption`."""
-    return SamplingParams(**_given(args, _SAMPLING))
+    return _build(SamplingParams, args, _SAMPLING)
 
 
 def offload_config(args: argparse.Namespace) -> OffloadConfig:
     """`OffloadConfig` of the options given; raises `InvalidOption`."""
-    return OffloadConfig(**_given(args, _OFFLOAD))
+    return _build(OffloadConfig, args, _OFFLOAD)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """`EngineConfig` of the options given; raises `InvalidOption`."""
-    return EngineConfig(**_given(args, _ENGINE))
+    return _build(EngineConfig, args, _ENGINE)

@@ -9,13 +9,14 @@ def quota(block_length: int, steps: int = 0) -> list[int]:
     """Split ``block_length`` positions over ``steps``, the earlier steps taking the remainder.
 
     Args:
-        steps: denoising steps a block may take, 0 for one a position.
+        steps: denoising steps a block may take, 0 for one a position. Those beyond ``block_length`` would
+            commit nothing and are left out, whatever their number.
 
     Returns:
-        ``steps`` counts (``block_length`` of them for 0) that add up to ``block_length``.
+        ``min(steps, block_length)`` counts (``block_length`` of them for 0) that add up to ``block_length``.
     """
     check(block_length >= 1, "block_length", block_length, "use 1 or more")
     check(steps >= 0, "denoising_steps", steps, "use 0 for one step a position")
-    steps = steps or block_length
+    steps = min(steps or block_length, block_length)
     share, rest = divmod(block_length, steps)
     return [share + (step < rest) for step in range(steps)]

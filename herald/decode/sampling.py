@@ -77,5 +77,7 @@ def _filter(scaled: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     if top_p < 1.0:
         mass = ordered.softmax(dim=-1)
         before = mass.cumsum(dim=-1) - mass
-        ordered = ordered.masked_fill(before >= top_p, float("-inf"))
+        outside = before >= top_p
+        outside[..., 0] = False  # the smallest set holds one token, also where float32 takes top_p for 0
+        ordered = ordered.masked_fill(outside, float("-inf"))
     return torch.empty_like(scaled).scatter_(-1, ids, ordered)

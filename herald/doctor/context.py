@@ -46,8 +46,9 @@ def config_folder(model: str) -> Path:
         ModelNotFound: there is no such model, or it cannot be reached.
     """
     from herald.models import resolve_model
+    from herald.models.resolve import local_path
 
-    if model == "tiny" or Path(model).expanduser().exists() or model.count("/") != 1:
+    if model == "tiny" or local_path(model).exists() or model.count("/") != 1:
         return resolve_model(model)
     from huggingface_hub import snapshot_download
 

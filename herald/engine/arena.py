@@ -21,10 +21,13 @@ class DeviceArena:
 
     Args:
         num_layers, num_kv_heads, head_dim: shape of the model's KV.
-        capacity: rows A per layer and KV head.
+        capacity: rows A per layer and KV head; `resize` changes it.
         dtype, device: of the rows.
         poison: fill rows with NaN whenever nobody owns them (tests), so that a read of a row that was
             never written reaches a logit and is seen.
+
+    Attributes:
+        rows: [layers, kv_heads, A, 2 * head_dim].
 
     Raises:
         ResidentSetTooSmall: the device has no room for the arena.
@@ -40,21 +43,43 @@ class DeviceArena:
         device: torch.device,
         poison: bool = False,
     ) -> None:
-        self.capacity = capacity
         self.poison = poison
-        shape = (num_layers, num_kv_heads, capacity, 2 * head_dim)
-        needed = math.prod(shape) * dtype.itemsize
+        self._lock = threading.Lock()
+        self._make_rows((num_layers, num_kv_heads, 0, 2 * head_dim), dtype, device)
+        self.resize(capacity)
+
+    def resize(self, capacity: int) -> None:
+        """Replace the rows by ``capacity`` new ones, while no request owns any.
+
+        Nobody else may hold `rows` or `flat_rows` any more, or old and new rows share the device.
+
+        Raises:
+            ResidentSetTooSmall: no room; the arena is left with no rows.
+        """
+        if not self.idle:
+            raise ValueError("the arena cannot change its size while a request owns rows")
+        (layers, heads, _, width), dtype, device = self.rows.shape, self.rows.dtype, self.rows.device
+        self._make_rows((layers, heads, 0, width), dtype, device)  # frees the old rows first
+        shape = (layers, heads, capacity, width)
         try:
-            self.rows = torch.empty(shape, dtype=dtype, device=device)  # [layers, kv_heads, A, K | V]
+            self._make_rows(shape, dtype, device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise ResidentSetTooSmall(
-                f"no room for {needed:,} bytes of resident KV on {device}",
+                f"no room for {math.prod(shape) * dtype.itemsize:,} bytes of resident KV on {device}",
                 "lower kv_budget, max_model_len or max_num_seqs, or free device memory",
             ) from error
-        self._free: list[tuple[int, int]] = [(0, capacity)]  # (start, rows), ascending, never adjacent
-        self._lock = threading.Lock()
-        if poison:
+
+    def _make_rows(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.rows = torch.empty(shape, dtype=dtype, device=device)
+        if self.poison:
             self.rows.fill_(float("nan"))
+        # (start, rows), ascending, never adjacent, never empty
+        self._free: list[tuple[int, int]] = _merged([(0, shape[2])])
+
+    @property
+    def capacity(self) -> int:
+        """Rows per layer and KV head."""
+        return self.rows.shape[2]
 
     @property
     def flat_rows(self) -> torch.Tensor:
@@ -81,6 +106,8 @@ class DeviceArena:
 
     def allocate(self, rows: int) -> int | None:
         """First row of a free range of ``rows`` rows, or None when there is none now."""
+        if rows == 0:  # prompt and output within one block: nothing is ever resident
+            return 0
         with self._lock:
             for at, (start, size) in enumerate(self._free):
                 if size >= rows:

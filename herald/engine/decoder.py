@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from herald.engine.resident import SetUpdate
 from herald.engine.retriever import Retriever, Selection
 from herald.engine.runner import LaneRunner
 from herald.engine.trace import Span, Trace
-from herald.errors import NonFiniteLogits
+from herald.errors import HeraldError, NonFiniteLogits, RetrievalFailed
 from herald_kernels import commit, greedy_confidence
 
 
@@ -52,8 +53,14 @@ class Decoder:
         return request.resident.config.on_late == "proceed"
 
     def step(self, requests: list[Request]) -> None:
-        """One denoising step of every request, all of one block length, each at its own step."""
-        free = {id(r): self._begin(r) for r in requests}
+        """One denoising step of every request, all of one block length, each at its own step.
+
+        A request whose rows cannot be brought gets its `error` and takes no part.
+        """
+        free = {id(r): self._begin_or_fail(r) for r in requests}
+        requests = [r for r in requests if r.error is None]
+        if not requests:
+            return
         lanes: list[Lane] = []
         plans = [self._lanes(request, lanes) for request in requests]
         start = time.perf_counter()
@@ -86,7 +93,7 @@ class Decoder:
         tokens = torch.stack([_tensor(r.tokens) for r in requests])
         masked = torch.stack([_tensor(r.masked) for r in requests])
         device = tokens.device
-        quotas = [quota(block, r.steps_per_block)[min(r.step, r.steps_per_block - 1)] for r in requests]
+        quotas = [_quota(r) for r in requests]
         limits = [r.params.confidence_threshold for r in requests]
         thresholds = [float("inf") if limit is None else limit for limit in limits]
         status = commit(
@@ -109,6 +116,20 @@ class Decoder:
                     f"request {request.request_id}: NaN or infinite logits in block {request.block}",
                     "check the weights, or use dtype='float32'",
                 )
+
+    def _begin_or_fail(self, request: Request) -> SetUpdate | None:
+        """`_begin`; an error of the request's retrieval becomes the request's, not the batch's."""
+        try:
+            return self._begin(request)
+        except HeraldError as error:
+            request.error = error
+        except Exception as error:
+            request.error = RetrievalFailed(
+                f"request {request.request_id}: no rows could be brought for block {request.block} ({error})",
+                "see the chained error; run with verify_transfers=True to find a damaged row",
+            )
+            request.error.__cause__ = error
+        return None
 
     def _begin(self, request: Request) -> SetUpdate | None:
         """Bring the resident set up to date before a step; at a block's begin, find its slots.
@@ -180,15 +201,16 @@ class Decoder:
         return update
 
     def _apply(self, request: Request, update: SetUpdate) -> None:
+        """Put an update's rows into their slots, and count how long they travelled."""
         assert self.retriever is not None and request.resident is not None
-        if request.resident.config.verify_transfers:
-            self.retriever.verify(request, update)
         if update.ticket is not None:
             request.counters.transfer_seconds += update.ticket.seconds or 0.0
             span = update.ticket.span
             if span is not None:
                 self.trace.add(Span("transfer", *span, request.request_id, request.block))
-        request.resident.apply(update)
+        verify = request.resident.config.verify_transfers
+        check = partial(self.retriever.verify, request, update) if verify else None
+        request.resident.apply(update, check)
         request.selected_block = request.block
         request.selection = None
 
@@ -243,6 +265,12 @@ class Decoder:
         request.closed = None
         if self.retriever is not None:
             self.retriever.store_block(request, rows, request.prefix)
+
+
+def _quota(request: Request) -> int:
+    """Positions that the request's next step commits at least."""
+    shares = quota(request.block_length, request.params.denoising_steps)
+    return shares[min(request.step, len(shares) - 1)]
 
 
 def _tensor(value: torch.Tensor | None) -> torch.Tensor:

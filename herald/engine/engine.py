@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -23,7 +24,7 @@ from herald.engine.scheduler import Scheduler
 from herald.engine.trace import Trace
 from herald.errors import HostPoolTooSmall, InvalidOption, PromptTooLong, RequestAborted, ResidentSetTooSmall
 from herald.models import BlockModel
-from herald.outputs import Progress
+from herald.outputs import FinishReason, Progress
 from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
 
@@ -39,6 +40,11 @@ class Engine:
         config: limits.
         seed: of the generator that gives requests without a seed theirs; None for a random one.
         poison: fill device rows that nobody owns with NaN (tests).
+
+    Attributes:
+        trace: when each part worked.
+        on_retriever: called with each retriever and its store as they are made, so that a test can
+            slow them down or break them. None in normal use.
     """
 
     def __init__(
@@ -62,7 +68,6 @@ class Engine:
         self.decoder = Decoder(self.runner, None, self.trace)
         self.on_retriever: Callable[[Retriever, HostStore], None] | None = None
         self._requests: dict[str, Request] = {}
-        self._checkers: dict[str, StopChecker] = {}
         self._ids = itertools.count()
         self._seeds = request_generator("cpu", random.getrandbits(32) if seed is None else seed)
         self._lock = threading.Lock()
@@ -90,12 +95,11 @@ class Engine:
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
             raise InvalidOption(f"request_id={request_id!r} is in use", "choose another")
-        request = Request(request_id, list(prompt_ids), params, block, eos, prompt)
-        self.memory.require_pages(self.memory.pages_for(request.last_block * block), len(prompt_ids))
         checker = StopChecker(params, eos, self.tokenizer.decode if self.tokenizer.available else None)
+        request = Request(request_id, list(prompt_ids), params, block, eos, checker, prompt)
+        self.memory.require_pages(self.memory.pages_for(request.last_prefix), len(prompt_ids))
         with self._lock:
             self._requests[request_id] = request
-            self._checkers[request_id] = checker
             self.scheduler.waiting.append(request)
         return request
 
@@ -110,6 +114,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Whether a request waits or runs."""
         return self.scheduler.has_work
 
     @torch.no_grad()
@@ -123,8 +128,8 @@ class Engine:
         news += self._admit()
         news += self._prefill(progress)
         for group in self.scheduler.decoding():
-            ready = [r for r in group if self.decoder.ready(r)]
-            batch = ready or group
+            # Who waits for rows does not hold up the others; when all do, there is nothing else to run.
+            batch = [r for r in group if self.decoder.ready(r)] or group
             self.decoder.step(batch)
             news += self._advance(batch, progress)
         return news
@@ -188,16 +193,22 @@ class Engine:
 
     def _take_memory(self, request: Request) -> bool:
         """Pages and arena rows for all blocks the request can use; False when it has to wait."""
-        if self.retriever is not None and not self.scheduler.running:
-            self.retriever.drain()  # memory of requests that ended is on its way back
-        self._grow()
-        prefixes = (request.prompt_blocks * request.block_length, request.last_block * request.block_length)
-        pages = self.memory.pages_for(prefixes[1])
+        if not self.scheduler.running:
+            if self.retriever is not None:
+                self.retriever.drain()  # memory of requests that ended is on its way back
+            self._grow()
+        pages = self.memory.pages_for(request.last_prefix)
         store = self.memory.store
-        if store is not None and pages > store.pool.allocator.num_free:
+        if pages and (store is None or pages > store.pool.allocator.num_free):
             return False
         try:
-            request.resident = ResidentSet(self.memory.arena, self.offload, request.block_length, *prefixes)
+            request.resident = ResidentSet(
+                self.memory.arena,
+                self.offload,
+                request.block_length,
+                request.first_prefix,
+                request.last_prefix,
+            )
         except MemoryError:
             return False
         if store is not None and pages:
@@ -207,41 +218,34 @@ class Engine:
         return True
 
     def _grow(self) -> None:
-        """Size arena and pool for as many waiting requests as may run at once."""
-        if self.scheduler.running:
-            return
-        rows, pages = 0, 0
-        for request in itertools.islice(self.scheduler.waiting, self.config.max_num_seqs):
-            first = request.prompt_blocks * request.block_length
-            last = request.last_block * request.block_length
-            rows += sum(ResidentSet.required_rows(self.offload, request.block_length, first, last))
-            pages += self.memory.pages_for(last)
-        arena, store = self.memory.arena, self.memory.store
-        self._ensure(rows, pages)
-        if self.memory.arena is not arena or self.memory.store is not store:
+        """Size arena and pool for as many waiting requests as may run at once, at least for the first."""
+        waiting = itertools.islice(self.scheduler.waiting, self.config.max_num_seqs)
+        needs = [self._required_memory(request) for request in waiting]
+        try:
+            self.memory.ensure(sum(rows for rows, _ in needs), sum(pages for _, pages in needs))
+        except (HostPoolTooSmall, ResidentSetTooSmall):
+            self.memory.ensure(*needs[0])
+        finally:
             self._connect()
 
-    def _ensure(self, rows: int, pages: int) -> None:
-        """All of them at once where the machine has room, else as much as the first one needs."""
-        try:
-            self.memory.ensure(rows, pages)
-        except (HostPoolTooSmall, ResidentSetTooSmall):
-            request = self.scheduler.waiting[0]
-            first = request.prompt_blocks * request.block_length
-            last = request.last_block * request.block_length
-            alone = sum(ResidentSet.required_rows(self.offload, request.block_length, first, last))
-            self.memory.ensure(alone, self.memory.pages_for(last))
+    def _required_memory(self, request: Request) -> tuple[int, int]:
+        """(arena rows, pages) for all blocks the request can use."""
+        prefixes = (request.first_prefix, request.last_prefix)
+        rows = sum(ResidentSet.required_rows(self.offload, request.block_length, *prefixes))
+        return rows, self.memory.pages_for(request.last_prefix)
 
     def _connect(self) -> None:
-        """Rebuild what works on the arena and the store after they were replaced."""
+        """Make the retriever anew when the store was replaced."""
+        store = self.memory.store
+        if self.retriever is not None and self.retriever.store is store:
+            return
         if self.retriever is not None:
             self.retriever.close()
             self.retriever = None
-        self.runner = LaneRunner(self.model, self.memory.arena)
-        if self.memory.store is not None:
-            self.retriever = Retriever(self.memory.store, self.model.softmax_scale, self.trace)
+        if store is not None:
+            self.retriever = Retriever(store, self.model.softmax_scale, self.trace)
             if self.on_retriever is not None:
-                self.on_retriever(self.retriever, self.memory.store)
+                self.on_retriever(self.retriever, store)
         self.decoder = Decoder(self.runner, self.retriever, self.trace)
 
     def _start_prefill(self, request: Request) -> None:
@@ -256,13 +260,7 @@ class Engine:
         if seed is None:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
         request.generator = request_generator(device, seed)
-        retriever, store_layer = self.retriever, None
-        if retriever is not None:
-            bound = retriever
-
-            def store_layer(layer: int, rows: torch.Tensor):  # type: ignore[no-untyped-def,misc]
-                return bound.store_layer(request, layer, rows)
-
+        retriever = self.retriever
         prefix = torch.tensor(request.prompt_ids[: request.prefix], dtype=torch.int64).to(device)
         request.prefill = PrefillTask(
             self.runner,
@@ -271,7 +269,7 @@ class Engine:
             request.tokens,
             request.masked,
             self.config.prefill_chunk,
-            store_layer,
+            None if retriever is None else partial(retriever.store_layer, request),
             self.offload.score_operator,
         )
 
@@ -339,7 +337,7 @@ class Engine:
         masked = request.masked.tolist()
         fresh = request.tokens.tolist()[request.prompt_in_block :]
         open_ = masked[request.prompt_in_block :]
-        checker = self._checkers[request.request_id]
+        checker = request.checker
         reason = checker.append(fresh[: open_.index(True)] if True in open_ else fresh)
         request.counters.blocks += 1
         if request.counters.blocks == 1:
@@ -356,14 +354,14 @@ class Engine:
         request.masked = torch.ones_like(request.masked)
         request.draft = request.tokens
 
-    def _finish(self, request: Request, reason: str) -> None:
-        request.finish_reason = reason  # type: ignore[assignment]
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request and give back what it holds, now or once nothing on its way can touch it."""
+        request.finish_reason = reason
         request.finished_at = time.perf_counter()
         request.prefill = None
         self.scheduler.remove(request)
         with self._lock:
             self._requests.pop(request.request_id, None)
-            self._checkers.pop(request.request_id, None)
         if self.retriever is not None:
             self.retriever.retire(request)
         elif request.resident is not None:

@@ -1,24 +1,20 @@
 """What an engine allocates: the device arena, the host pool with its index, and who works on them.
 
 Sizes follow the requests. Nothing is allocated before the first one; when no request holds memory and
-the next one needs more, arena or pool is rebuilt larger. A fixed ``host_memory_bytes`` is allocated
-once and never grows.
+the next one needs more, the arena gets larger rows and the pool is rebuilt. A fixed
+``host_memory_bytes`` is allocated once and never grows.
 """
 
 from __future__ import annotations
-
-import torch
 
 from herald.config import OffloadConfig
 from herald.engine.arena import DeviceArena
 from herald.errors import HostPoolTooSmall
 from herald.hardware import usable_cores
-from herald.kvstore import HostPool, KeyIndex, RowLayout
+from herald.kvstore import HostPool, KeyIndex, RowLayout, choose_page_size
 from herald.models import BlockModel
 from herald.select import Selector
 from herald.transfer import Transfer, make_transfer
-
-PAGE_TOKENS = 64
 
 
 class HostStore:
@@ -30,27 +26,36 @@ class HostStore:
         arena: destination of transfers.
         config: offload options.
         pin: register the pool with CUDA.
+
+    Attributes:
+        transfer_why: why ``transfer="auto"`` could not take the fastest way, or "".
+
+    Raises:
+        HostPoolTooSmall: the machine has no room for the pool.
     """
 
     def __init__(
         self, layout: RowLayout, num_pages: int, arena: DeviceArena, config: OffloadConfig, pin: bool
     ) -> None:
-        threads = config.num_threads or usable_cores()
         self.layout = layout
         self.config = config
-        self.num_threads = threads
+        self.num_threads = config.num_threads or usable_cores()
         self.pool = HostPool(layout, num_pages, pin)
         self.index = KeyIndex(self.pool, config.index_bits)
-        self.selector = Selector(self.pool, self.index, config.score_operator, threads)
-        self.transfer: Transfer
+        self.selector = Selector(self.pool, self.index, config.score_operator, self.num_threads)
+        self._transfer: Transfer | None = None
         self.transfer_why = ""
         self.connect(arena)
 
+    @property
+    def transfer(self) -> Transfer:
+        """The transfer into the arena."""
+        assert self._transfer is not None, "the store is not connected to an arena"
+        return self._transfer
+
     def connect(self, arena: DeviceArena) -> None:
-        """(Re)build the transfer for another arena."""
-        if hasattr(self, "transfer"):
-            self.transfer.close()
-        self.transfer, self.transfer_why = make_transfer(
+        """Make the transfer into the arena's rows; once more after they were replaced."""
+        self._transfer, self.transfer_why = make_transfer(
             self.config.transfer,
             self.pool.flat_rows,
             arena.flat_rows,
@@ -58,8 +63,14 @@ class HostStore:
             self.num_threads,
         )
 
+    def disconnect(self) -> None:
+        """Complete the transfers and let go of the arena's rows. Idempotent."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.close()
+
     def close(self) -> None:
-        self.transfer.close()
+        self.disconnect()
         self.selector.close()
         self.index.close()
         self.pool.close()
@@ -72,21 +83,29 @@ class EngineMemory:
         model: gives shapes, dtype and device.
         config: offload options.
         poison: fill unowned device rows with NaN (tests).
+
+    Attributes:
+        arena: the device rows, the same object for as long as the engine lives.
+        store: the host side; None without offload, and before a request needs a page.
+
+    Raises:
+        InvalidOption: ``page_size`` is not a multiple of the model's block length.
     """
 
     def __init__(self, model: BlockModel, config: OffloadConfig, poison: bool = False) -> None:
         self.model = model
         self.config = config
-        self.poison = poison
-        self.arena = self._new_arena(0)
-        self.store: HostStore | None = None
-        page = config.page_size or max(PAGE_TOKENS, model.config.block_length)
         shape = model.config
-        self.layout = RowLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, page, model.dtype)
+        page_size = choose_page_size(shape.block_length, config.page_size)
+        self.layout = RowLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, page_size, model.dtype)
+        self.arena = DeviceArena(
+            shape.num_layers, shape.num_kv_heads, shape.head_dim, 0, model.dtype, model.device, poison
+        )
+        self.store: HostStore | None = None
 
     def pages_for(self, positions: int) -> int:
         """Pages that hold ``positions`` token positions; 0 without offload."""
-        return -(-positions // self.layout.page_size) if self.config.enabled else 0
+        return self.layout.pages_for(positions) if self.config.enabled else 0
 
     def require_pages(self, pages: int, prompt_tokens: int) -> None:
         """Raise `HostPoolTooSmall` when a fixed pool can never hold ``pages``."""
@@ -106,10 +125,7 @@ class EngineMemory:
             ResidentSetTooSmall, HostPoolTooSmall: the machine has no room.
         """
         if arena_rows > self.arena.capacity and self.arena.idle:
-            self.arena = self._new_arena(0)  # the old one is freed before the new one is taken
-            self.arena = self._new_arena(arena_rows)
-            if self.store is not None:
-                self.store.connect(self.arena)
+            self._resize_arena(arena_rows)
         if pages and (self.store is None or self._pool_may_grow(pages)):
             if self.store is not None:
                 self.store.close()
@@ -117,27 +133,24 @@ class EngineMemory:
             self.store = self._new_store(pages)
 
     def close(self) -> None:
+        """Give device and host memory back. Idempotent."""
         if self.store is not None:
             self.store.close()
             self.store = None
+        self.arena.resize(0)
+
+    def _resize_arena(self, rows: int) -> None:
+        if self.store is not None:
+            self.store.disconnect()  # its transfer would keep the old rows beside the new ones
+        self.arena.resize(rows)
+        if self.store is not None:
+            self.store.connect(self.arena)
 
     def _pool_may_grow(self, pages: int) -> bool:
         assert self.store is not None
         allocator = self.store.pool.allocator
         idle = allocator.num_free == allocator.num_pages
         return idle and not self.config.host_memory_bytes and pages > allocator.num_pages
-
-    def _new_arena(self, rows: int) -> DeviceArena:
-        shape = self.model.config
-        return DeviceArena(
-            shape.num_layers,
-            shape.num_kv_heads,
-            shape.head_dim,
-            rows,
-            self.model.dtype,
-            self.model.device,
-            self.poison,
-        )
 
     def _new_store(self, pages: int) -> HostStore:
         fixed = self.config.host_memory_bytes // self.layout.page_bytes
@@ -150,8 +163,3 @@ class EngineMemory:
                 f"{self.layout.token_bytes:,} bytes)",
                 error.remedy or "use a shorter prompt",
             ) from error
-
-
-def free_device_bytes(device: torch.device) -> int | None:
-    """Bytes a CUDA device has free, None on a CPU."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

@@ -1,6 +1,6 @@
 """Layer-major prefill: every prompt position passes layer l before any passes layer l+1.
 
-One layer's KV is on the device at a time, with a second copy of the last one on its way to the host,
+One layer's KV is on the device at a time, beside copies of at most three layers on their way to the host,
 so peak memory does not grow with the number of layers. The work is a list of (layer, chunk) units that
 a scheduler can spread over steps. The lane of the first block to decode runs along: while a layer's
 whole KV is there its queries choose the first resident set, exactly, and its logits are step 0 of the
@@ -17,7 +17,7 @@ import torch
 from herald.engine.resident import ResidentSet
 from herald.engine.runner import LaneRunner
 from herald.transfer import Ticket
-from herald_kernels import prefill_attention, qk_norm_rope, resident_attention, score_rows
+from herald_kernels import prefill_attention, resident_attention, score_rows
 
 StoreLayer = Callable[[int, torch.Tensor], Ticket]
 
@@ -75,11 +75,8 @@ class PrefillTask:
         self._stored: list[Ticket] = []
 
     @property
-    def num_units(self) -> int:
-        return self.model.config.num_layers * len(self.starts)
-
-    @property
     def done(self) -> bool:
+        """Every layer has seen every position."""
         return self.layer == self.model.config.num_layers
 
     @property
@@ -95,39 +92,21 @@ class PrefillTask:
         end = min(start + self.step, self.prefix)
         if end > start:  # a prompt shorter than a block has nothing to prefill but its lane
             hidden = self._hidden[start:end]
-            q = self._project(hidden, start, end, rows[:, start:end].unsqueeze(0))
+            cos, sin = (part[start:end] for part in self._rope)
+            q = self.runner.project(self.layer, hidden, cos, sin, rows[:, start:end].unsqueeze(0))
             out = prefill_attention(q, rows[:, :end], start, self.block_length, self.model.softmax_scale)
             hidden.copy_(self.model.finish_layer(self.layer, hidden, out.reshape(end - start, -1)))
         self.chunk += 1
         if self.chunk == len(self.starts):
             self._finish_layer(rows[:, : self.prefix])
 
-    def _project(self, hidden: torch.Tensor, start: int, end: int, rows: torch.Tensor) -> torch.Tensor:
-        config = self.model.config
-        qkv = self.model.qkv(self.layer, hidden)
-        q = qkv.new_empty(end - start, config.num_heads, config.head_dim)
-        cos, sin = self._rope
-        q_weight, k_weight = self.model.qk_norm_weights(self.layer)
-        qk_norm_rope(
-            qkv,
-            q_weight,
-            k_weight,
-            cos[start:end],
-            sin[start:end],
-            q,
-            rows,
-            config.num_heads,
-            config.num_kv_heads,
-            config.rms_norm_eps,
-        )
-        return q
-
     def _finish_layer(self, rows: torch.Tensor) -> None:
         """Run the first block's lane through the layer, choose its rows, send the KV away."""
         cos, sin = (part[self.prefix :] for part in self._rope)
-        q, lane_rows = self.runner.project(self.layer, self._lane_hidden, cos, sin, (1, self.block_length))
+        lane_rows = self.runner.new_rows(1, self.block_length)
+        q = self.runner.project(self.layer, self._lane_hidden, cos, sin, lane_rows)
         out, lse = resident_attention(
-            q,
+            q.unsqueeze(0),
             lane_rows,
             rows,
             self._zero,
@@ -139,7 +118,7 @@ class PrefillTask:
         attn = out.reshape(self.block_length, -1)
         self._lane_hidden = self.model.finish_layer(self.layer, self._lane_hidden, attn)
         if self.store_layer is not None and self.prefix:
-            self.resident.fill(self.layer, rows, self._choose(q[0], lse[0], rows), self.prefix)
+            self.resident.fill(self.layer, rows, self._choose(q, lse[0], rows), self.prefix)
             if len(self._stored) > 1:
                 self._stored[-2].wait_host()
             self._stored.append(self.store_layer(self.layer, rows))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from herald.decode import StopChecker
 from herald.errors import HeraldError
 from herald.outputs import FinishReason
 from herald.sampling_params import SamplingParams
@@ -54,11 +55,13 @@ class Request:
     """One request.
 
     Attributes:
+        checker: takes the tokens of finished blocks and says when the output is complete.
         tokens: int64 [B] on the device, the current block; masked: bool [B], what is still to decode.
         draft: int64 [B], arg-max tokens of the last step where masked, the committed ones elsewhere.
         closed: int64 [B], the finished block before the current one while its final KV is not computed.
         selection: the look-ahead or late selection that is under way.
         selected_block: the last block whose selection was applied.
+        store_error: what went wrong when rows were stored or indexed; the next selection raises it.
         output_ids: tokens of finished blocks, cut where the output ends.
     """
 
@@ -67,6 +70,7 @@ class Request:
     params: SamplingParams
     block_length: int
     eos_token_ids: tuple[int, ...]
+    checker: StopChecker
     prompt: str | None = None
     arrived: float = field(default_factory=time.perf_counter)
 
@@ -92,6 +96,7 @@ class Request:
     draft: torch.Tensor | None = None
     closed: torch.Tensor | None = None
     selection: Selection | None = None
+    store_error: BaseException | None = None
 
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -108,6 +113,16 @@ class Request:
         return (len(self.prompt_ids) + self.params.max_tokens - 1) // self.block_length
 
     @property
+    def first_prefix(self) -> int:
+        """Positions before the first block that is decoded."""
+        return self.prompt_blocks * self.block_length
+
+    @property
+    def last_prefix(self) -> int:
+        """Positions before the last block that can be decoded."""
+        return self.last_block * self.block_length
+
+    @property
     def prefix(self) -> int:
         """Positions before the current block."""
         return self.block * self.block_length
@@ -116,7 +131,3 @@ class Request:
     def prompt_in_block(self) -> int:
         """Prompt tokens at the head of the current block."""
         return min(max(len(self.prompt_ids) - self.prefix, 0), self.block_length)
-
-    @property
-    def steps_per_block(self) -> int:
-        return self.params.denoising_steps or self.block_length

@@ -10,6 +10,7 @@ are true rows of the same prefix: attending to them does no harm, and no slot is
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -193,16 +194,22 @@ class ResidentSet:
         """Flat arena rows of ``slots`` (int32 [layers, kv_heads, m], -1 padding left out)."""
         return (self._base + slots)[slots >= 0]
 
-    def apply(self, update: SetUpdate) -> None:
+    def apply(self, update: SetUpdate, check: Callable[[], None] | None = None) -> None:
         """Put arrived rows into their slots. The one place where a staged row is read.
 
         Later work on the compute stream waits for the transfer's event before it copies.
+
+        Args:
+            update: made against this version of the set.
+            check: compares the staged rows with what was sent, before they are copied.
         """
         with self.lock:
             if update.version != self.version:
                 raise ValueError(f"update of version {update.version} against version {self.version}")
             if update.ticket is not None:
                 update.ticket.wait_device()
+                if check is not None:
+                    check()
                 source = self.staging_ids(update.counts)
                 self._copy(self.slot_ids(update.slots), self.arena.flat_rows, source)
                 layers, heads, order = np.nonzero(update.slots >= 0)

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import torch
 
+from herald.engine.bounce import BounceBuffers
 from herald.engine.lanes import Capture
 from herald.engine.memory import HostStore
 from herald.engine.request import Request
@@ -51,7 +53,7 @@ class Selection:
         if self.update.exception() is not None:
             return True
         ticket = self.update.result().ticket
-        return ticket is None or ticket.done()
+        return ticket is None or ticket.failed or ticket.done()
 
 
 class Retriever:
@@ -61,18 +63,24 @@ class Retriever:
         store: pool, index, selector and transfer.
         scale: softmax scale of the model.
         trace: receives spans.
+
+    Attributes:
+        delay: called before each selection, in its thread, so that a test of races can stretch it.
+            None in normal use.
     """
 
     def __init__(self, store: HostStore, scale: float, trace: Trace) -> None:
         self.store = store
         self.scale = scale
         self.trace = trace
-        self.delay: Callable[[], None] | None = None  # injected sleeps of the race tests
+        self.delay: Callable[[], None] | None = None
         self._worker = BackgroundWorker("herald-select")
         self._indexers = ThreadPoolExecutor(store.num_threads, thread_name_prefix="herald-index")
-        self._bounce: list[torch.Tensor] = []
+        self._bounce = BounceBuffers()
+        self._worker.submit(self._warm_up)
 
     def close(self) -> None:
+        """Finish what was submitted and end the threads. Idempotent."""
         self._worker.close()
         self._indexers.shutdown()
 
@@ -100,7 +108,10 @@ class Retriever:
             src.extend(tail)
             dst.extend(pool[int(pages[-1]), :, : n % size])
         ticket = self.store.transfer.write_back(src, dst, after=_event(rows))
-        self._worker.submit(self._index_layer, request.request_id, ticket, layer, pages, n)
+        append = partial(
+            self.store.index.append_span, pages, 0, n, layers=(layer, layer + 1), executor=self._indexers
+        )
+        self._worker.submit(self._index, request, ticket, append)
         return ticket
 
     def store_block(self, request: Request, rows: torch.Tensor, prefix: int) -> None:
@@ -111,15 +122,12 @@ class Retriever:
             prefix: positions before and in the block.
         """
         assert request.pages is not None
-        buffer = next((b for b in self._bounce if b.shape == rows.shape), None)
-        if buffer is None:
-            buffer = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
-        else:
-            self._bounce = [b for b in self._bounce if b is not buffer]
+        buffer = self._bounce.take(rows)
         ticket = self.store.transfer.write_back(rows, buffer, after=_event(rows))
         start = prefix - request.block_length
-        page = int(request.pages[start // self.store.layout.page_size])
-        self._worker.submit(self._index_block, request.request_id, ticket, buffer, rows, page, start)
+        page, offset = divmod(start, self.store.layout.page_size)
+        append = partial(self._append_block, buffer, int(request.pages[page]), offset)
+        self._worker.submit(self._index, request, ticket, append)
 
     def select(self, request: Request, capture: Capture, block: int, own_rows_due: bool) -> Selection:
         """Start the selection for a block of a request.
@@ -147,19 +155,32 @@ class Retriever:
         """Wait for everything submitted so far."""
         self._worker.submit(lambda: None).result()
 
+    def _warm_up(self) -> None:
+        """Compile what a selection runs while the first prompt is prefilled, not at its first boundary."""
+        layout = self.store.layout
+        shape = (layout.num_layers, layout.num_kv_heads)
+        page, one = np.zeros(1, dtype=np.int32), np.zeros((*shape, 1), dtype=np.int32)
+        queries = np.zeros((shape[0], 1, shape[1], layout.head_dim), dtype=np.float32)
+        self.store.selector.select(page, 0, layout.page_size, 1, queries, queries[..., 0], self.scale)
+        difference(one, 1, one, 0)
+
     def _release(self, request: Request) -> None:
         selection, request.selection = request.selection, None
-        if selection is not None and selection.update.exception() is None:
-            ticket = selection.update.result().ticket
-            if ticket is not None:
-                ticket.wait_host()
-        if request.pages is not None:
-            self.store.pool.allocator.release(request.pages)
-        if request.resident is not None:
-            request.resident.release()
+        try:
+            if selection is not None and selection.update.exception() is None:
+                ticket = selection.update.result().ticket
+                if ticket is not None:
+                    ticket.wait_host()
+        finally:
+            if request.pages is not None:
+                self.store.pool.allocator.release(request.pages)
+            if request.resident is not None:
+                request.resident.release()
 
     def _choose(self, request: Request, capture: Capture, prefix: int, block: int) -> np.ndarray:
         assert request.resident is not None and request.pages is not None
+        if request.store_error is not None:
+            raise request.store_error
         if capture.ready is not None:
             capture.ready.synchronize()
         if self.delay is not None:
@@ -204,11 +225,8 @@ class Retriever:
         self, request: Request, resident: ResidentSet, arrivals: np.ndarray, counts: np.ndarray
     ) -> RowMove:
         assert request.pages is not None
-        pool = self.store.pool
-        layers, heads, order = np.nonzero(arrivals >= 0)
-        at = arrivals[layers, heads, order]
-        src = pool.row_ids(layers, heads, request.pages, at)
-        return RowMove(src, resident.staging_ids(counts))
+        src = self.store.pool.row_ids_all(request.pages, arrivals)
+        return RowMove(src[arrivals >= 0], resident.staging_ids(counts))
 
     def verify(self, request: Request, update: SetUpdate) -> None:
         """Compare staged rows with their source (checksum mode).
@@ -222,21 +240,20 @@ class Retriever:
         move = self._move(request, request.resident, update.positions, update.counts)
         verify_rows(move, self.store.pool.flat_rows, request.resident.arena.flat_rows)
 
-    def _index_layer(self, request_id: str, ticket: Ticket, layer: int, pages: np.ndarray, n: int) -> None:
-        ticket.wait_host()
-        with self.trace.span("index", request_id):
-            self.store.index.append_span(pages, 0, n, layers=(layer, layer + 1), executor=self._indexers)
+    def _index(self, request: Request, ticket: Ticket, append: Callable[[], None]) -> None:
+        """Index rows that ``ticket`` brings to the host. Nobody waits for this job: an error is kept."""
+        try:
+            ticket.wait_host()
+            with self.trace.span("index", request.request_id):
+                append()
+        except BaseException as error:
+            request.store_error = error
 
-    def _index_block(
-        self, request_id: str, ticket: Ticket, buffer: torch.Tensor, rows: torch.Tensor, page: int, start: int
-    ) -> None:
-        ticket.wait_host()
-        with self.trace.span("index", request_id):
-            offset = start % self.store.layout.page_size
-            count = buffer.shape[2]
-            self.store.pool.rows[:, page, :, offset : offset + count].copy_(buffer)
-            self.store.index.append_block(page, offset, count)
-        self._bounce = [*self._bounce[:7], buffer]
+    def _append_block(self, buffer: torch.Tensor, page: int, offset: int) -> None:
+        count = buffer.shape[2]
+        self.store.pool.rows[:, page, :, offset : offset + count].copy_(buffer)
+        self._bounce.give_back(buffer)
+        self.store.index.append_block(page, offset, count)
 
 
 def add_kept_rows(

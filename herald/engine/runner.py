@@ -21,7 +21,6 @@ class LaneRunner:
     def __init__(self, model: BlockModel, arena: DeviceArena) -> None:
         self.model = model
         self.arena = arena
-        self.num_forwards = 0
 
     def forward(self, lanes: list[Lane]) -> ForwardResult:
         """One forward over ``lanes``, all of the same block length.
@@ -41,7 +40,8 @@ class LaneRunner:
         cos, sin = self.model.rope(batch.positions)
         hidden = self.model.embed(batch.tokens)
         for layer in range(config.num_layers):
-            q, rows = self.project(layer, hidden, cos, sin, shape)
+            rows = self.new_rows(*shape)
+            q = self.project(layer, hidden, cos, sin, rows).view(*shape, config.num_heads, config.head_dim)
             out, lse = resident_attention(
                 q,
                 rows,
@@ -68,17 +68,27 @@ class LaneRunner:
         result.final_rows = {i: torch.stack(rows) for i, rows in final_rows.items()}
         for i in captured:
             result.captures[i] = to_host(torch.stack(queries[i]), torch.stack(lses[i]))
-        self.num_forwards += 1
         return result
 
+    def new_rows(self, num_lanes: int, block_length: int) -> torch.Tensor:
+        """Unwritten rows of lanes in one layer: ``[num_lanes, kv_heads, block_length, 2 * head_dim]``."""
+        config = self.model.config
+        shape = (num_lanes, config.num_kv_heads, block_length, 2 * config.head_dim)
+        return torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
+
     def project(
-        self, layer: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries ``[N, B, heads, head_dim]`` and rows ``[N, kv_heads, B, 2 * head_dim]`` of a layer."""
+        self, layer: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Queries ``[T, heads, head_dim]`` of a layer, normed and rotated; K and V go to ``rows``.
+
+        Args:
+            hidden: [T, hidden_size].
+            cos, sin: [T, head_dim / 2] float32.
+            rows: [N, kv_heads, B, 2 * head_dim] with N * B = T, written.
+        """
         config = self.model.config
         qkv = self.model.qkv(layer, hidden)
         q = qkv.new_empty(hidden.shape[0], config.num_heads, config.head_dim)
-        rows = qkv.new_empty(shape[0], config.num_kv_heads, shape[1], 2 * config.head_dim)
         q_weight, k_weight = self.model.qk_norm_weights(layer)
         qk_norm_rope(
             qkv,
@@ -92,7 +102,7 @@ class LaneRunner:
             config.num_kv_heads,
             config.rms_norm_eps,
         )
-        return q.view(*shape, config.num_heads, config.head_dim), rows
+        return q
 
 
 def to_host(queries: torch.Tensor, lse: torch.Tensor) -> Capture:

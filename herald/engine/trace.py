@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-SpanKind = Literal["prefill", "forward", "selection", "transfer", "write_back", "index", "wait"]
+SpanKind = Literal["prefill", "forward", "selection", "transfer", "index", "wait"]
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from herald.config import check
+from herald.config import check, is_whole
 from herald.errors import InvalidOption, ModelNotFound, WeightsError
+from herald.models.fields import integer, names, number, token_ids
 from herald.models.registry import Family, find_family
 from herald.models.rope import RopeScaling, read_rope
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class ModelConfig:
             "vocab_size",
         ):
             check(getattr(self, field) >= 1, field, getattr(self, field), "use 1 or more")
+        # names of all its tensors are listed before a file is read
+        check(self.num_layers <= MAX_LAYERS, "num_layers", self.num_layers, f"use 1 to {MAX_LAYERS}")
         check(
             self.num_heads % self.num_kv_heads == 0,
             "num_kv_heads",
@@ -110,7 +114,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelNotFound(
             f"{path} does not exist", "pass the folder of a complete checkpoint (config.json, *.safetensors)"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path} cannot be read ({error})", "download or write the file again") from error
     if not isinstance(value, dict):
         raise WeightsError(f"{path} holds {type(value).__name__}, not an object", "download the file again")
@@ -137,24 +141,35 @@ def read_config(path: str | Path, block_length: int = 0, mask_token_id: int | No
     raw = read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
-    check(block_length >= 0, "block_length", block_length, "use 0 for the checkpoint's")
-    family = find_family(raw.get("architectures") or ())
+    check(
+        is_whole(block_length) and block_length >= 0,
+        "block_length",
+        block_length,
+        "use 0 for the checkpoint's, or a whole number",
+    )
+    check(
+        mask_token_id is None or is_whole(mask_token_id),
+        "mask_token_id",
+        mask_token_id,
+        "use None for the checkpoint's, or a token id",
+    )
+    family = find_family(names(raw, "architectures"))
     _refuse_unsupported(raw)
 
-    num_heads = _integer(raw, "num_attention_heads")
-    hidden_size = _integer(raw, "hidden_size")
-    max_positions = _integer(raw, "max_position_embeddings")
+    num_heads = integer(raw, "num_attention_heads")
+    hidden_size = integer(raw, "hidden_size")
+    max_positions = integer(raw, "max_position_embeddings")
     rope_theta, rope_scaling = read_rope(raw, max_positions)
     return ModelConfig(
         family=family.name,
-        num_layers=_integer(raw, "num_hidden_layers"),
+        num_layers=integer(raw, "num_hidden_layers"),
         hidden_size=hidden_size,
-        intermediate_size=_integer(raw, "intermediate_size"),
+        intermediate_size=integer(raw, "intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=_integer(raw, "num_key_value_heads", num_heads),
-        head_dim=_integer(raw, "head_dim", hidden_size // max(num_heads, 1)),
-        vocab_size=_integer(raw, "vocab_size"),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        num_kv_heads=integer(raw, "num_key_value_heads", num_heads),
+        head_dim=integer(raw, "head_dim", hidden_size // max(num_heads, 1)),
+        vocab_size=integer(raw, "vocab_size"),
+        rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         max_position_embeddings=max_positions,
@@ -162,25 +177,14 @@ def read_config(path: str | Path, block_length: int = 0, mask_token_id: int | No
         qk_norm=family.qk_norm,
         attention_bias=bool(raw.get("attention_bias", False)),
         block_length=block_length or _block_length(raw, family),
-        mask_token_id=_integer(raw, "mask_token_id", family.mask_token_id)
+        mask_token_id=integer(raw, "mask_token_id", family.mask_token_id)
         if mask_token_id is None
         else mask_token_id,
-        eos_token_ids=_token_ids(_either("eos_token_id", generation, raw)),
+        eos_token_ids=token_ids("eos_token_id", _either("eos_token_id", generation, raw)),
         bos_token_id=_either("bos_token_id", generation, raw),
         pad_token_id=_either("pad_token_id", generation, raw),
         dtype=_dtype(raw),
     )
-
-
-def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise WeightsError(
-            f"config.json: {key}={value!r} is not an integer", f"restore the checkpoint's {key}"
-        )
-    return value
 
 
 def _either(key: str, generation: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
@@ -192,19 +196,13 @@ def _either(key: str, generation: Mapping[str, Any], raw: Mapping[str, Any]) -> 
 def _block_length(raw: Mapping[str, Any], family: Family) -> int:
     for key in family.block_length_keys:
         if raw.get(key) is not None:
-            return _integer(raw, key)
+            return integer(raw, key)
     return family.block_length
-
-
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
     name = raw.get("dtype", raw.get("torch_dtype")) or "float32"
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise InvalidOption(
             f"config.json: dtype={name!r} is not supported", f"use one of {', '.join(DTYPES)}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from pathlib import Path
 
 from herald.errors import ModelNotFound, WeightsError
@@ -27,7 +28,7 @@ def resolve_model(name: str | Path) -> Path:
     """
     if str(name) == BUNDLED_NAME:
         return _bundled()
-    folder = Path(name).expanduser()
+    folder = local_path(name)
     if folder.is_dir():
         if (folder / "config.json").is_file():
             return folder
@@ -42,6 +43,25 @@ def resolve_model(name: str | Path) -> Path:
             f"pass a folder, a hub id such as 'JetLM/SDAR-1.7B-Chat', or {BUNDLED_NAME!r}",
         )
     return _from_hub(str(name))
+
+
+def local_path(name: str | Path) -> Path:
+    """``name`` as a path, ``~`` replaced, whether something is there or not.
+
+    Raises:
+        ModelNotFound: it cannot be a path.
+    """
+    try:
+        folder = Path(name).expanduser()
+        folder.exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        # too long, a NUL in it, an unknown home
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelNotFound(
+            f"there is no model {reprlib.repr(str(name))} ({reason})",
+            f"pass a folder, a hub id, or {BUNDLED_NAME!r}",
+        ) from error
+    return folder
 
 
 def _bundled() -> Path:

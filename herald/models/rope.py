@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 from herald.config import check
-from herald.errors import InvalidOption, WeightsError
+from herald.errors import InvalidOption
+from herald.models import fields
 
 RopeKind = Literal["linear", "yarn"]
 
@@ -39,6 +40,8 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check(self.factor > 0, "rope_scaling.factor", self.factor, "use a positive factor, such as 4.0")
+        for field in ("original_max_positions", "beta_fast", "beta_slow"):
+            check(getattr(self, field) > 0, f"rope_scaling.{field}", getattr(self, field), "use more than 0")
 
 
 def read_rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
@@ -51,30 +54,31 @@ def read_rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, RopeSc
         InvalidOption: the scaling is of a kind that is not built.
         WeightsError: the base frequency is missing.
     """
-    table = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    theta = table.get("rope_theta", raw.get("rope_theta"))
-    if not isinstance(theta, (int, float)):
-        raise WeightsError(f"config.json: rope_theta={theta!r} is not a number", "add it, such as 1000000.0")
+    table = {"rope_theta": raw.get("rope_theta")}
+    table |= fields.table(raw, "rope_scaling") | fields.table(raw, "rope_parameters")
+    theta = fields.number(table, "rope_theta")
+    check(theta > 1, "rope_theta", theta, "restore the checkpoint's, such as 1000000.0")
     kind = table.get("rope_type", table.get("type", "default"))
     if kind == "default":
-        return float(theta), None
+        return theta, None
     if kind not in ("linear", "yarn"):
         raise InvalidOption(
             f"config.json: rope scaling of type {kind!r} is not supported",
             "use 'default', 'linear' or 'yarn' (edit rope_scaling in config.json)",
         )
-    original = table.get("original_max_position_embeddings") or max_positions
-    factor = table.get("factor") or max_positions / original
+    original = fields.integer(table, "original_max_position_embeddings", max_positions)
+    check(original >= 1, "original_max_position_embeddings", original, "use 1 or more")
+    factor = fields.number(table, "factor", max_positions / original)
     scaling = RopeScaling(
         kind=kind,
-        factor=float(factor),
-        original_max_positions=int(original),
-        attention_factor=float(table.get("attention_factor") or _mscale_ratio(table, factor)),
-        beta_fast=float(table.get("beta_fast") or 32.0),
-        beta_slow=float(table.get("beta_slow") or 1.0),
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=fields.number(table, "attention_factor", _mscale_ratio(table, factor)),
+        beta_fast=fields.number(table, "beta_fast", 32.0),
+        beta_slow=fields.number(table, "beta_slow", 1.0),
         truncate=bool(table.get("truncate", True)),
     )
-    return float(theta), scaling
+    return theta, scaling
 
 
 def _mscale(factor: float, weight: float = 1.0) -> float:
@@ -83,7 +87,7 @@ def _mscale(factor: float, weight: float = 1.0) -> float:
 
 def _mscale_ratio(table: Mapping[str, Any], factor: float) -> float:
     """Attention factor that ``mscale`` and ``mscale_all_dim`` give together, 0 unless both are set."""
-    mscale, all_dim = table.get("mscale"), table.get("mscale_all_dim")
+    mscale, all_dim = fields.number(table, "mscale", 0.0), fields.number(table, "mscale_all_dim", 0.0)
     return _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else 0.0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from herald.errors import WeightsError
@@ -123,17 +123,18 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index_path = folder / INDEX_FILE
     if not index_path.exists():
-        if (folder / SINGLE_FILE).exists():
+        if (folder / SINGLE_FILE).is_file():
             return [folder / SINGLE_FILE]
         raise WeightsError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}",
             "download the weights too, or convert them to safetensors",
         )
     weight_map = read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise WeightsError(f"{index_path} has no weight_map", "download the file again")
-    names = sorted(set(weight_map.values()))
-    absent = [name for name in names if not (folder / name).exists()]
+    files = weight_map.values() if isinstance(weight_map, dict) else ()
+    if not files or not all(isinstance(name, str) for name in files):
+        raise WeightsError(f"{index_path} has no weight_map of file names", "download the file again")
+    names = sorted(set(files))
+    absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise WeightsError(
             f"{_listed('shards named by the index are missing', absent)} (of {len(names)} in {folder})",
@@ -148,6 +149,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     Raises:
         WeightsError: the file is truncated or its header cannot be read.
     """
+    try:
+        return _read_header(file)
+    except OSError as error:
+        raise WeightsError(f"{file} cannot be read ({error.strerror})", "check its permissions") from error
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     actual = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -165,7 +173,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 for name, entry in header.items()
             }
             expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsError(f"{file} has an unreadable header ({error!r})", "download it again") from error
     if actual != expected:
         raise WeightsError(
@@ -187,7 +195,7 @@ def load_parameters(
     beyond the page cache holds one tensor at a time.
 
     Raises:
-        WeightsError: see `Checkpoint.verify`.
+        WeightsError: see `Checkpoint.verify`; or a file's offsets do not fit its tensors.
     """
     checkpoint.verify((source for parameter in parameters for source in parameter.sources), tolerated)
     loaded: dict[str, torch.Tensor] = {}
@@ -203,8 +211,11 @@ def load_parameters(
     # disable=None: a bar on a terminal only
     with tqdm(total=total, desc="loading weights", unit="tensor", disable=None) as progress:
         for file, copies in by_file.items():
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name, place in copies:
-                    place.copy_(tensors.get_tensor(name))
-                    progress.update()
+            try:
+                with safe_open(file, framework="pt", device="cpu") as tensors:
+                    for name, place in copies:
+                        place.copy_(tensors.get_tensor(name))
+                        progress.update()
+            except SafetensorError as error:
+                raise WeightsError(f"{file} is damaged ({error})", "download it again") from error
     return loaded

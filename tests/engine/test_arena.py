@@ -25,7 +25,7 @@ def test_ranges_never_overlap(steps: list[tuple[bool, int]]) -> None:
             start = arena.allocate(rows)
             if start is None:
                 continue
-            assert 0 <= start and start + rows <= 100
+            assert 0 <= start <= 100 - rows
             assert all(start + rows <= begin or begin + size <= start for begin, size in held)
             held.append((start, rows))
         elif held:
@@ -43,6 +43,31 @@ def test_double_release_is_an_error() -> None:
     arena.release(0, 4)
     with pytest.raises(ValueError, match="twice"):
         arena.release(0, 4)
+
+
+def test_an_empty_range_takes_nothing() -> None:
+    for capacity in (0, 10):
+        arena = DeviceArena(1, 1, 1, capacity, torch.float32, CPU)
+        starts = [arena.allocate(0) for _ in range(3)]
+        assert None not in starts
+        for _ in starts:
+            arena.release(0, 0)
+        assert arena.idle and arena.rows_free == capacity
+
+
+def test_resize() -> None:
+    arena = DeviceArena(2, 3, 4, 10, torch.float32, CPU, poison=True)
+    arena.allocate(6)
+    with pytest.raises(ValueError, match="owns rows"):
+        arena.resize(20)
+    arena.release(0, 6)
+    arena.resize(20)
+    assert arena.rows.shape == (2, 3, 20, 8) and arena.rows.isnan().all()
+    assert arena.allocate(20) == 0
+    arena.release(0, 20)
+    with pytest.raises(ResidentSetTooSmall):
+        arena.resize(1 << 48)
+    assert arena.capacity == 0 and arena.idle
 
 
 def test_no_room_names_the_bytes_and_what_to_lower() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from herald.config import OffloadConfig
+from herald.models import ModelConfig
 from herald.sampling_params import SamplingParams
 from tests.engine.conftest import GOLDEN, MakeEngine
 from tests.engine.support import run, tokens
@@ -55,7 +57,5 @@ def test_all_cases_in_one_batch(make_engine: MakeEngine, folder: str) -> None:
     assert tokens(requests) == [c["output_ids"] for c in chosen]
 
 
-def _with_eos(config, eos: list[int]):
-    from dataclasses import replace
-
+def _with_eos(config: ModelConfig, eos: list[int]) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(eos))

@@ -114,12 +114,17 @@ def test_stream_with_chat(fake_llm: type, capsys: pytest.CaptureFixture[str]) ->
         (["generate", "--prompt", ""], "--prompt is empty"),
         (["generate", "--prompt", "x", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["generate", "--prompt", "x", "--max-tok", "3"], "unrecognized arguments: --max-tok"),
-        (["generate", "--prompt", "x", "--max-tokens", "0"], "max_tokens=0 is not valid; use 1 or more"),
-        (["generate", "--prompt", "x", "--kv-budget", "nan"], "kv_budget=nan is not valid"),
+        (["generate", "--prompt", "x", "--max-tokens", "0"], "--max-tokens=0 is not valid; use 1 or more"),
+        (["generate", "--prompt", "x", "--kv-budget", "nan"], "--kv-budget=nan is not valid"),
         (["generate", "--prompt", "x", "--host-memory", "16G"], "not a size"),
         (["generate", "--prompt", "x", "--stream", "--json"], "not allowed with"),
         (["generate", "--prompt-file", "/nonexistent"], "does not exist"),
         (["doctor", "--model", "/nonexistent"], "/nonexistent"),
+        (
+            ["doctor", "--no-bandwidth", "--model", "~no-such-user-x/y"],
+            "there is no model '~no-such-user-x/y'",
+        ),
+        (["doctor", "--no-bandwidth", "--model", "x" * 5000], "there is no model"),
     ],
 )
 def test_usage_errors(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +166,36 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and out.startswith("herald ")
     code, out, _ = run(capsys, "generate", "--help")
     assert code == 0 and "--kv-budget SHARE" in out and "default: 0.08" in out
+
+
+@pytest.mark.parametrize(
+    ("closed", "command", "code"),
+    [
+        ("stdin", "generate --prompt-file -", 2),
+        ("stdout", "generate --prompt-file /nonexistent", 2),
+        ("stdout", "generate --help", 0),
+        ("stderr", "generate --prompt-file /nonexistent", 2),
+    ],
+)
+def test_a_closed_standard_stream_changes_nothing_else(closed: str, command: str, code: int) -> None:
+    descriptor = {"stdin": "<&-", "stdout": ">&-", "stderr": "2>&-"}[closed]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -m herald {command} {descriptor}', sys.executable],
+        cwd=Path(__file__).resolve().parents[3],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code
+    lines = 1 if code and closed != "stderr" else 0
+    assert done.stderr.count("\n") == lines and "Traceback" not in done.stderr
+
+
+def test_answers_without_a_standard_output(fake_llm: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape in ([], ["--stream"], ["--json"]):
+        monkeypatch.setattr(sys, "stdout", None)
+        assert main(["generate", "--prompt", "x", "--quiet", *shape]) == 0
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly() -> None:

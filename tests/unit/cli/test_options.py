@@ -98,9 +98,33 @@ def test_threshold_off_is_passed_on() -> None:
     assert sampling_params(parse("--threshold", "off")).confidence_threshold is None
 
 
-def test_a_value_out_of_range_names_the_field() -> None:
-    with pytest.raises(InvalidOption, match=r"kv_budget=1\.5 is not valid"):
+def test_a_value_out_of_range_names_the_option() -> None:
+    with pytest.raises(InvalidOption, match=r"^--kv-budget=1\.5 is not valid"):
         offload_config(parse("--kv-budget", "1.5"))
+    with pytest.raises(InvalidOption, match=r"^--steps=-1 is not valid"):
+        sampling_params(parse("--steps", "-1"))
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        *(("--max-tokens", text) for text in ("9" * 5000, "1.5", "x", "")),
+        *(("--kv-budget", text) for text in ("x" * 5000, "", "1,5")),
+        *(("--host-memory", text) for text in ("9" * 400, "9" * 5000, "8388608TiB")),
+        *(("--seed", text) for text in ("9" * 5000, "-1")),
+        *(("--threshold", text) for text in ("nan", "1.5", "-1", "x" * 5000)),
+        ("--device", "x" * 5000),
+    ],
+)
+def test_what_no_option_takes_is_one_short_line(
+    option: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(option, text)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.startswith(f"herald: error: argument {option}: ")
+    assert error.count("\n") == 1 and len(error) < 250
 
 
 @pytest.mark.parametrize("text", ["-1", "99999999999999999999", "x"])

@@ -94,6 +94,13 @@ def test_top_k_counts_ties_from_the_lowest_id() -> None:
     assert torch.all(found[:2] > 0.4) and torch.all(found[2:] == 0)
 
 
+@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-9])
+def test_the_smallest_share_keeps_the_most_probable(top_p: float) -> None:
+    params = SamplingParams(temperature=1.0, top_p=top_p)
+    token, _ = draw(PROBABILITIES.log().repeat(50, 1), params, generator(0))
+    assert token.unique().tolist() == [1]
+
+
 def test_small_temperature_is_greedy() -> None:
     logits = torch.randn(20, 50, generator=generator(5)) * 100
     tokens, _ = draw(logits, SamplingParams(temperature=1e-30), generator(0))

@@ -93,6 +93,20 @@ def test_template_refuses_messages(tmp_path: Path) -> None:
         chat_model(tmp_path).chat([{"role": "tool", "content": "x"}])
 
 
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages.x.y }}", "{{ 'a' * 3 + 1 }}", "{% if %}"])
+def test_a_template_that_fails_is_a_typed_error(tmp_path: Path, template: str) -> None:
+    tokenizer = chat_model(tmp_path, chat_template=template)
+    with pytest.raises(InvalidOption, match="the chat template refuses") as caught:
+        tokenizer.chat([{"role": "user", "content": "long " * 10_000}])
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("text", [None, 5, b"x", ["x"]])
+def test_only_text_is_encoded(tmp_path: Path, text: Any) -> None:
+    with pytest.raises(InvalidOption, match="prompt="):
+        Tokenizer(build(tmp_path)).encode(text)
+
+
 def test_code_beside_the_tokenizer_is_never_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

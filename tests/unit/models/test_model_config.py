@@ -134,6 +134,63 @@ def test_refusals_name_the_field(
     assert caught.value.remedy
 
 
+FIELDS = [*RELEASED, "rope_parameters", "block_size", "mask_token_id", "dtype"]
+IGNORED = [
+    "model_type",
+    "use_sliding_window",
+    "bos_token_id",
+    "sliding_window",
+    "tie_word_embeddings",
+    "attention_bias",
+]
+WRONG = ["abc", -1, 0, 1.5, True, [], ["a"], [1, 2], [[]], {}, {"a": 1}, 10**12, 1e400]
+
+
+@pytest.mark.parametrize("field", sorted(set(FIELDS) - set(IGNORED)))
+def test_any_value_is_read_or_refused_with_a_remedy(tmp_path: Path, field: str) -> None:
+    refused = 0
+    for value in WRONG:
+        try:
+            num_parameters(read_config(write(tmp_path, **{field: value})))
+        except HeraldError as error:
+            assert error.remedy and "\n" not in str(error)
+            refused += 1
+    assert refused >= 4
+
+
+@pytest.mark.parametrize(
+    ("table", "names"),
+    [
+        ({"type": "linear", "factor": "x"}, "factor='x' is not a finite number"),
+        ({"type": "linear", "factor": 0}, r"factor=0\.0"),
+        ({"type": "yarn", "factor": 2, "original_max_position_embeddings": "x"}, "'x' is not an integer"),
+        ({"type": "yarn", "factor": 2, "original_max_position_embeddings": -5}, "=-5"),
+        ({"type": "yarn", "factor": 2, "beta_fast": -1}, r"beta_fast=-1\.0"),
+        ({"type": "yarn", "factor": 2, "mscale": "x", "mscale_all_dim": 1}, "mscale='x'"),
+        ({"type": "yarn", "factor": 2, "attention_factor": [1]}, r"attention_factor=\[1\]"),
+        ({"type": "yarn", "factor": 2, "rope_theta": 1}, r"rope_theta=1\.0"),
+        ({"type": ["x"]}, r"type \['x'\]"),
+    ],
+)
+def test_wrong_rope_scaling_names_its_field(tmp_path: Path, table: dict[str, Any], names: str) -> None:
+    with pytest.raises(HeraldError, match=names):
+        read_config(write(tmp_path, rope_scaling=table))
+
+
+@pytest.mark.parametrize("value", [1.5, "abc", True, ["a"], [1, 2.5], {}])
+def test_end_tokens_are_token_ids(tmp_path: Path, value: object) -> None:
+    with pytest.raises(WeightsError, match=r"eos_token_id=.* is not a token id"):
+        read_config(write(tmp_path, generation={"eos_token_id": value}))
+
+
+@pytest.mark.parametrize(
+    "option", [{"block_length": 8.0}, {"block_length": None}, {"mask_token_id": 1.5}, {"mask_token_id": True}]
+)
+def test_overrides_are_whole_numbers(tmp_path: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOption, match=next(iter(option))):
+        read_config(write(tmp_path), **option)
+
+
 @pytest.mark.parametrize("block_length", [-1, 40000])
 def test_impossible_block_length(tmp_path: Path, block_length: int) -> None:
     with pytest.raises(InvalidOption, match=f"block_length={block_length}"):
@@ -151,7 +208,7 @@ def test_absent_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("content", [b'{"architectures": [', b"\xff\xfe", b"[1]"])
+@pytest.mark.parametrize("content", [b'{"architectures": [', b"\xff\xfe", b"[1]", b"[" * 100_000])
 def test_unreadable_json_is_named(tmp_path: Path, name: str, content: bytes) -> None:
     write(tmp_path)
     (tmp_path / name).write_bytes(content)

@@ -42,6 +42,13 @@ def test_folder_without_config(tmp_path: Path) -> None:
         resolve_model(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["~no-such-user-x/y", "x" * 5000, "a\0b"])
+def test_what_cannot_be_a_path_is_one_short_line(name: str) -> None:
+    with pytest.raises(ModelNotFound, match="there is no model") as caught:
+        resolve_model(name)
+    assert len(str(caught.value)) < 200 and "\n" not in str(caught.value)
+
+
 def test_a_file_is_not_a_model() -> None:
     with pytest.raises(ModelNotFound, match="is a file") as caught:
         resolve_model(GOLDEN / "sdar_b4" / "config.json")

@@ -1,0 +1,36 @@
+"""Page-locked host buffers between a finished block and the pool."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import torch
+
+
+class BounceBuffers:
+    """Host buffers that a finished block's rows land in on their way to the pool. Thread-safe.
+
+    The rows of a block are scattered over the pool's pages; one buffer makes one copy of them.
+
+    Args:
+        most: free buffers that are kept.
+    """
+
+    def __init__(self, most: int = 8) -> None:
+        self._free: deque[torch.Tensor] = deque(maxlen=most)
+        self._lock = threading.Lock()
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """A buffer of the shape and dtype of ``rows``, page-locked when they are on a GPU."""
+        with self._lock:
+            for at, buffer in enumerate(self._free):
+                if buffer.shape == rows.shape:
+                    del self._free[at]
+                    return buffer
+        return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """The buffer was read and may be taken again."""
+        with self._lock:
+            self._free.appendleft(buffer)
