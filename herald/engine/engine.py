@@ -160,10 +160,15 @@ class Engine:
         needed = -(-(len(prompt_ids) + params.max_tokens) // block) * block
         if needed > self.max_model_len:
             room = self.max_model_len // block * block - params.max_tokens
+            remedy = f"use at most {room:,} prompt tokens, or a smaller max_tokens"
+            if room < 1:
+                remedy = (
+                    f"use max_tokens below {self.max_model_len // block * block:,}, or a longer max_model_len"
+                )
             raise PromptTooLong(
                 f"prompt of {len(prompt_ids):,} tokens + max_tokens={params.max_tokens:,} exceed "
                 f"the limit of {self.max_model_len:,} positions",
-                f"use at most {max(room, 0):,} prompt tokens, or a smaller max_tokens",
+                remedy,
             )
 
     def end_aborted(self) -> list[Request]:

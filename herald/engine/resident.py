@@ -18,6 +18,7 @@ import torch
 
 from herald.config import OffloadConfig
 from herald.engine.arena import DeviceArena
+from herald.errors import ResidentSetTooSmall
 from herald.transfer import Ticket
 from herald_kernels import copy_rows
 
@@ -62,7 +63,7 @@ def window_rows(config: OffloadConfig, block_length: int) -> int:
 
 
 def staging_rows(config: OffloadConfig, block_length: int, first_prefix: int, last_prefix: int) -> int:
-    """Most rows that can arrive at one block boundary of a request.
+    """Most rows that can arrive at once: at a block boundary, or within a block when a selection is late.
 
     Args:
         first_prefix, last_prefix: positions before the first and the last block it decodes.
@@ -72,6 +73,10 @@ def staging_rows(config: OffloadConfig, block_length: int, first_prefix: int, la
         wanted = set_size(config, block_length, prefix + block_length) - block_length
         absent = prefix - set_size(config, block_length, prefix) if config.difference_only else prefix
         most = max(most, min(wanted, absent))
+    if config.on_late == "proceed":
+        for late in range(first_prefix + block_length, last_prefix + 1, block_length):
+            size = set_size(config, block_length, late)
+            most = max(most, min(size, late - size) if config.difference_only else size)
     return most
 
 
@@ -186,7 +191,12 @@ class ResidentSet:
 
     def staging_ids(self, counts: np.ndarray) -> np.ndarray:
         """Flat arena rows of the staging area in (layer, head, order) order: int64 [sum(counts)]."""
-        order = np.arange(int(counts.max(initial=0)), dtype=np.int64)
+        most = int(counts.max(initial=0))
+        if most > self.num_staging:
+            raise ResidentSetTooSmall(
+                f"{most} rows arrive for {self.num_staging} staging rows", "report this: the bound is wrong"
+            )
+        order = np.arange(most, dtype=np.int64)
         ids = self._base + self.num_slots + order
         return ids[order < counts[:, :, None]]
 

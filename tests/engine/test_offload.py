@@ -86,6 +86,30 @@ def test_proceed_catches_up(make_engine: MakeEngine) -> None:
     assert len(set(applied)) >= 4
 
 
+@pytest.mark.parametrize("difference_only", [True, False])
+def test_late_selections_fit_the_staging_rows(make_engine: MakeEngine, difference_only: bool) -> None:
+    """Whatever a late selection brings stays within its own request's rows."""
+    offload = OffloadConfig(
+        kv_budget=0.3,
+        sink_rows=0,
+        recent_rows=1,
+        min_resident_rows=16,
+        on_late="proceed",
+        lookahead_step=50,
+        difference_only=difference_only,
+    )
+    params = SamplingParams(max_tokens=24, block_length=4, ignore_eos=True, confidence_threshold=None)
+    engine = make_engine("sdar_b8", offload)
+    engine.on_retriever = lambda retriever, store: setattr(retriever, "delay", lambda: time.sleep(0.002))
+    for seed in range(12):
+        run(
+            engine,
+            [random_prompt(4, seed), random_prompt(9, seed)],
+            params,
+            lambda live: check_resident_rows(engine, live) and None,
+        )
+
+
 def test_everything_selected_equals_dense(make_engine: MakeEngine) -> None:
     """Budget 1.0, every row travelling each block through index, pool and staging: dense tokens."""
     prompts = [random_prompt(n, n) for n in (1, 7, 8, 9, 63, 64, 65, 127, 128, 200)]
@@ -295,6 +319,8 @@ def test_refusals_name_a_value_that_works(make_engine: MakeEngine) -> None:
     with pytest.raises(PromptTooLong, match="at most 4,080 prompt tokens"):
         engine.add_request([1] * 4090, SamplingParams(max_tokens=16))
     engine.add_request([1] * 4080, SamplingParams(max_tokens=16))
+    with pytest.raises(PromptTooLong, match="max_tokens below 4,096"):
+        engine.add_request([1], SamplingParams(max_tokens=4096))
     with pytest.raises(InvalidOption, match="vocabulary"):
         engine.add_request([1, 9999], PARAMS)
     with pytest.raises(InvalidOption, match="no tokens"):
