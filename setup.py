@@ -117,6 +117,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
+    author="The HERALD authors",
     classifiers=[
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
