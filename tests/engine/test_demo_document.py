@@ -12,7 +12,8 @@ DOCUMENT = Path(__file__).parents[2] / "examples" / "harbour.txt"
 ANSWERS = {
     "What are the phone number of Elsa Brandt and the order number of new crane?": "552091, 946031",
     'Quote the sentence that begins with "Six steps had worn".': (
-        "Six steps had worn so hollow that the keeper carried his lamp oil up in two journeys rather than one."
+        "Six steps had worn so hollow that the keeper carried his lamp oil up "
+        "in two journeys rather than one."
     ),
 }
 
