@@ -147,11 +147,13 @@ setup(
     extras_require={
         # CuPy brings the NVRTC binding that compiles the gather kernel and the binding that pins memory.
         "cuda": ["cupy-cuda13x>=13.6; platform_system == 'Linux'"],
+        "profile": ["matplotlib>=3.9"],
         "server": ["fastapi>=0.115", "uvicorn>=0.34", "pydantic>=2.10"],
         "dev": [
             "build>=1.2",
             "clang-format>=19",
             "hypothesis>=6.100",
+            "matplotlib>=3.9",
             "mypy>=1.14",
             "pre-commit>=4.0",
             "pybind11>=2.13",

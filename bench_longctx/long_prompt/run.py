@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +20,11 @@ import torch
 
 from bench_longctx import machine
 from herald import LLM, EngineConfig, OffloadConfig, SamplingParams
-from herald.engine.trace import busy_seconds, overlap_seconds
-
-HIDDEN_WORK = {"selection", "transfer"}
+from herald.profile.summary import overlap
 
 
 def prompt_ids(tokens: int, vocab: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab, tokens).tolist()
-
-
-def overlap(llm: LLM) -> dict[str, float]:
-    """Seconds of denoising, of selection and transfer, and of both at once."""
-    spans = llm.engine.trace.spans()
-    hidden = overlap_seconds(spans, HIDDEN_WORK)
-    busy = busy_seconds(spans, HIDDEN_WORK)
-    return {
-        "forward_seconds": busy_seconds(spans, {"forward"}),
-        "prefill_seconds": busy_seconds(spans, {"prefill"}),
-        "selection_seconds": busy_seconds(spans, {"selection"}),
-        "transfer_seconds": busy_seconds(spans, {"transfer"}),
-        "selection_and_transfer_seconds": busy,
-        "under_denoising_seconds": hidden,
-        "overlap_ratio": hidden / busy if busy else 0.0,
-    }
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -93,7 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "metrics": {k: v for k, v in vars(metrics).items()},
             "tokens_per_second": metrics.tokens_per_second,
             "seconds_per_step": metrics.decode_seconds / max(metrics.forwards, 1),
-            "overlap": overlap(llm),
+            "overlap": asdict(overlap(llm.engine.trace.spans())),
             "spans": [vars(s) for s in llm.engine.trace.spans() if s.kind != "prefill"][: args.spans],
         }
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from herald import __version__
-from herald.cli import doctor, generate, options
+from herald.cli import doctor, generate, options, profile
 from herald.errors import HeraldError, UsageError
 
 RUNTIME_ERROR, USAGE_ERROR, INTERRUPTED = 1, 2, 130
@@ -47,6 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_doctor_options(command)
     command.set_defaults(run=doctor.run)
+    command = commands.add_parser(
+        "profile",
+        help="show where the time of a run goes: trace, timeline, summary",
+        description="Run a workload; write trace.json.gz (for ui.perfetto.dev), timeline.png, summary.json.",
+        allow_abbrev=False,
+    )
+    profile.add_profile_options(command)
+    command.set_defaults(run=profile.run)
     return parser
 
 

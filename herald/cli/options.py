@@ -1,4 +1,4 @@
-"""Option types and the options of ``herald generate``, and how they become configuration objects."""
+"""Option types, the options that commands share, and how they become configuration objects."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def _adder(group: Any) -> Callable[..., None]:
 def add_generate_options(parser: argparse.ArgumentParser) -> None:
     """Declare every option of ``herald generate``."""
     _add_prompt_options(parser)
-    _add_model_options(parser)
+    add_model_options(parser)
     _add_sampling_options(parser)
-    _add_offload_options(parser)
+    add_offload_options(parser)
     _add_output_options(parser)
 
 
@@ -121,7 +121,8 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--chat", action="store_true", help="wrap each prompt in the model's chat template")
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what `LLM` and `engine_config` take."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -177,7 +178,8 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
 
 
-def _add_offload_options(parser: argparse.ArgumentParser) -> None:
+def add_offload_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what `offload_config` takes."""
     add = _adder(parser.add_argument_group("offload"))
     default = OffloadConfig
     add(
@@ -229,6 +231,7 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
 # Option name on the command line -> field of the dataclass.
 _SAMPLING = {
     "max_tokens": "max_tokens",
+    "new_tokens": "max_tokens",  # as `herald profile` calls it
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -265,7 +268,7 @@ def _build(kind: Callable[..., _Options], args: argparse.Namespace, names: dict[
         return kind(**given)
     except InvalidOption as error:
         for option, field in names.items():
-            if field in given and error.problem.startswith(f"{field}="):
+            if hasattr(args, option) and error.problem.startswith(f"{field}="):
                 named = error.problem.replace(field, f"--{option.replace('_', '-')}", 1)
                 raise InvalidOption(named, error.remedy) from error
         raise

@@ -28,6 +28,16 @@ class StepLanes:
     lookahead: int = -1
     own: bool = False  # the block's own queries are captured (a late selection)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Draft and next block run along."""
+        return self.lookahead >= 0 and not self.own
+
+    @property
+    def count(self) -> int:
+        """The request's lanes."""
+        return 1 + (self.final >= 0) + 2 * self.looks_ahead
+
 
 class Decoder:
     """Runs denoising steps.
@@ -75,8 +85,9 @@ class Decoder:
                 request.counters.lookaheads += not plan.own
         self.commit(requests, [result.logits[plan.block] for plan in plans])
         end = time.perf_counter()
-        for request in requests:
-            self.trace.add(Span("forward", start, end, request.request_id, request.block))
+        for request, plan in zip(requests, plans, strict=True):
+            at = (request.request_id, request.block, request.step - 1)  # `commit` has counted the step
+            self.trace.add(Span("forward", start, end, *at, lanes=plan.count, lookahead=plan.looks_ahead))
 
     def commit(self, requests: list[Request], logits: list[torch.Tensor]) -> None:
         """Fix tokens of every request's block from ``logits`` (a list of [B, vocab])."""
@@ -182,11 +193,15 @@ class Decoder:
             Lane(request.resident, _tensor(request.tokens), request.prefix, parent=0, capture=True),
         ]
         capture = self.runner.forward(lanes).captures[1]
+        at = (request.request_id, request.block)
+        self.trace.add(Span("forward", start, time.perf_counter(), *at, lanes=len(lanes)))
         request.counters.forwards += 1
         request.counters.boundary_selections += 1
         selection = self.retriever.select(request, capture, request.block, own_rows_due=True)
         selection.update.exception()
-        request.counters.exposed_seconds += time.perf_counter() - start
+        end = time.perf_counter()
+        request.counters.exposed_seconds += end - start
+        self.trace.add(Span("wait", start, end, *at))
         return selection
 
     def _await(self, request: Request, selection: Selection) -> SetUpdate:
@@ -207,7 +222,8 @@ class Decoder:
             request.counters.transfer_seconds += update.ticket.seconds or 0.0
             span = update.ticket.span
             if span is not None:
-                self.trace.add(Span("transfer", *span, request.request_id, request.block))
+                at = (request.request_id, request.block)
+                self.trace.add(Span("transfer", *span, *at, rows=update.moved, bytes=update.ticket.bytes))
         verify = request.resident.config.verify_transfers
         check = partial(self.retriever.verify, request, update) if verify else None
         request.resident.apply(update, check)

@@ -127,7 +127,7 @@ class Retriever:
         start = prefix - request.block_length
         page, offset = divmod(start, self.store.layout.page_size)
         append = partial(self._append_block, buffer, int(request.pages[page]), offset)
-        self._worker.submit(self._index, request, ticket, append)
+        self._worker.submit(self._index, request, ticket, append, start // request.block_length)
 
     def select(self, request: Request, capture: Capture, block: int, own_rows_due: bool) -> Selection:
         """Start the selection for a block of a request.
@@ -190,7 +190,9 @@ class Retriever:
         queries, lse = capture.queries.numpy(), capture.lse.numpy()
         positions = self.store.selector.select(request.pages, first, last, k, queries, lse, self.scale)
         end = time.perf_counter()
-        self.trace.add(Span("selection", start, end, request.request_id, block))
+        scanned = self.store.selector.bytes_scanned(first, last, k)
+        at = (request.request_id, block)
+        self.trace.add(Span("selection", start, end, *at, rows=positions.size, bytes=scanned))
         request.counters.selection_seconds += end - start
         request.counters.rows_selected += positions.size
         return positions
@@ -240,11 +242,14 @@ class Retriever:
         move = self._move(request, request.resident, update.positions, update.counts)
         verify_rows(move, self.store.pool.flat_rows, request.resident.arena.flat_rows)
 
-    def _index(self, request: Request, ticket: Ticket, append: Callable[[], None]) -> None:
+    def _index(self, request: Request, ticket: Ticket, append: Callable[[], None], block: int = -1) -> None:
         """Index rows that ``ticket`` brings to the host. Nobody waits for this job: an error is kept."""
         try:
             ticket.wait_host()
-            with self.trace.span("index", request.request_id):
+            if (span := ticket.span) is not None:
+                at = (request.request_id, block)
+                self.trace.add(Span("write_back", *span, *at, bytes=ticket.bytes))
+            with self.trace.span("index", request.request_id, block):
                 append()
         except BaseException as error:
             request.store_error = error

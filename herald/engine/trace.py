@@ -9,18 +9,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-SpanKind = Literal["prefill", "forward", "selection", "transfer", "index", "wait"]
+SpanKind = Literal["prefill", "forward", "selection", "transfer", "write_back", "index", "wait"]
 
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work. ``start`` and ``end`` in seconds on `time.perf_counter`'s clock."""
+    """One piece of work. ``start`` and ``end`` in seconds on `time.perf_counter`'s clock.
+
+    Attributes:
+        block: the request's block that it was for, -1 for none (prefill).
+        step: of a forward, the block's denoising step; -1 for a forward that denoises nothing. The requests
+            that share a forward have a span each, with the same ``start`` and ``end``.
+        lanes: of a forward, the request's lanes in it.
+        lookahead: of a forward, whether look-ahead lanes for the next block were among them.
+        rows: rows chosen (selection) or moved (transfer).
+        bytes: bytes of the index scanned (selection), or copied (transfer, write-back).
+    """
 
     kind: SpanKind
     start: float
     end: float
     request_id: str = ""
     block: int = -1
+    step: int = -1
+    lanes: int = 0
+    lookahead: bool = False
+    rows: int = 0
+    bytes: int = 0
 
 
 class Trace:

@@ -64,6 +64,16 @@ class KeyIndex:
         arrays = [slab.tensor(*shape).numpy() for slab, shape in zip(self._slabs, shapes)]
         self.codes, self.scales, self.means = arrays
 
+    @property
+    def bytes_per_row(self) -> float:
+        """What a scan reads for a row: codes, scale, its share of the page's mean; with 16 bits the key."""
+        layout = self.pool.layout
+        if self.bits == 16:
+            return layout.head_dim * layout.dtype.itemsize
+        float_bytes = torch.float32.itemsize
+        mean = float_bytes * layout.head_dim / layout.page_size
+        return code_bytes(layout.head_dim, self.bits) + float_bytes + mean
+
     def append(self, layer: int, page: int, start: int, count: int) -> None:
         """Build the codes of rows ``start .. start + count`` of ``page`` in ``layer``, all heads.
 

@@ -116,6 +116,14 @@ class Selector:
             job.result()
         return out
 
+    def bytes_scanned(self, first: int, last: int, k: int) -> int:
+        """Bytes of the index (with 16 bits: of the keys) that a `select` of this span reads."""
+        if not 0 < k < last - first:  # nothing, or everything: no row is scored
+            return 0
+        layout = self.pool.layout
+        heads = layout.num_layers * layout.num_kv_heads
+        return round((last - first) * heads * self.index.bytes_per_row)
+
     def close(self) -> None:
         """End the threads. Closing twice is allowed."""
         if self._executor is not None:

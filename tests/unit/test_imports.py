@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("herald.engine",),
     ("herald.llm",),
     ("herald",),
-    ("herald.doctor",),
+    ("herald.doctor", "herald.profile"),
     ("herald.cli",),
     ("herald.__main__",),
 )

@@ -123,9 +123,11 @@ def test_equal_keys_give_zero_codes_not_nan() -> None:
 
 
 def test_sixteen_bits_has_no_codes() -> None:
-    with KeyIndex(make_pool(), 16) as index:
+    pool = make_pool()
+    with KeyIndex(pool, 16) as index:
         index.append_block(0, 0, 8)
         assert index.num_bytes == 0
+        assert index.bytes_per_row == pool.layout.row_bytes / 2
         assert index.codes.size == 0
 
 
@@ -136,6 +138,7 @@ def test_sizes() -> None:
         with KeyIndex(pool, bits) as index:
             assert index.codes.shape == (2, 3, 2, 8, width)
             assert index.num_bytes == rows * (width + 4) + 2 * 3 * 2 * 64 * 4
+            assert index.num_bytes == rows * index.bytes_per_row
         index.close()
 
 

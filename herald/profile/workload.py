@@ -1,0 +1,94 @@
+"""The run that is profiled: prompts, a warm-up, and what was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from herald.engine.engine import ProgressCallback
+from herald.engine.trace import Span
+from herald.llm import LLM
+from herald.outputs import RequestMetrics
+from herald.sampling_params import SamplingParams
+
+# Long runs keep every span: a request of 128K tokens has some thousands from its prefill alone.
+TRACE_CAPACITY = 2_000_000
+# Enough that rows have to be chosen (a short prompt stays resident whole), over a few blocks.
+WARM_UP_TOKENS, WARM_UP_BLOCKS = 1024, 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a workload left.
+
+    Attributes:
+        facts: model, device and shapes, for the reader of the figures.
+        row_bytes: bytes of one row of the KV cache.
+    """
+
+    spans: list[Span]
+    metrics: list[RequestMetrics]
+    facts: dict[str, Any]
+    row_bytes: int
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes of all resident sets and their staging."""
+        return sum(each.resident_bytes for each in self.metrics)
+
+
+def random_prompts(count: int, tokens: int, vocab_size: int, mask_token_id: int) -> list[list[int]]:
+    """``count`` prompts of ``tokens`` random ids, no two alike and none a mask; the same in every run."""
+    prompts = []
+    for seed in range(count):
+        ids = np.random.default_rng(seed).integers(0, vocab_size - 1, tokens)
+        prompts.append((ids + (ids >= mask_token_id)).tolist())
+    return prompts
+
+
+def run_workload(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    progress: ProgressCallback | None = None,
+) -> Run:
+    """Decode prompts in one batch, after a short run of the first that compiles and loads what is needed.
+
+    Args:
+        prompts: token ids.
+
+    Raises:
+        HeraldError: as `LLM.generate`.
+    """
+    block = params.block_length or llm.model.config.block_length
+    short = replace(params, max_tokens=min(params.max_tokens, WARM_UP_BLOCKS * block))
+    llm.generate(prompt_token_ids=[prompts[0][:WARM_UP_TOKENS]], sampling_params=short)
+    _settle(llm)
+    trace = llm.engine.trace
+    trace.clear()
+    trace.capacity = TRACE_CAPACITY
+    outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, progress=progress)
+    _settle(llm)
+    layout, store = llm.engine.memory.layout, llm.engine.memory.store
+    facts = {
+        "model": llm.model.config.family,
+        "device": str(llm.model.device),
+        "dtype": str(llm.model.dtype).removeprefix("torch."),
+        "block_length": block,
+        "kv_bytes_per_token": layout.token_bytes,
+        "prompt_tokens": [len(prompt) for prompt in prompts],
+        "kv_budget": llm.offload.kv_budget if llm.offload.enabled else None,
+        "index_bits": llm.offload.index_bits if store is not None else None,
+        "transfer": store.transfer.name if store is not None else None,
+        "selection_threads": store.num_threads if store is not None else None,
+    }
+    return Run(trace.spans(), [output.metrics for output in outputs], facts, layout.row_bytes)
+
+
+def _settle(llm: LLM) -> None:
+    """Wait for copies and indexing that a finished request left behind, and for their spans."""
+    if llm.engine.retriever is not None:
+        llm.engine.retriever.drain()
