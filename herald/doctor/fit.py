@@ -1,8 +1,8 @@
 """How long a context fits: bytes per token on both sides, and the largest prefix within given memory.
 
 Pure arithmetic. It follows what the engine allocates for one request: the host holds rows and key index
-of the whole prefix, the device holds the weights, resident set and staging, and during prefill two
-hidden-state buffers, two layers' KV and the rotary tables.
+of the whole prefix, the device holds the weights, resident set and staging, and during prefill the
+hidden states, one layer's KV with up to three copies on their way to the host, and the rotary tables.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from herald.config import OffloadConfig
+from herald.kvstore import choose_page_size
 
 SEARCH_LIMIT = 1 << 26  # tokens
-DEFAULT_PAGE_SIZE = 64
 WORKSPACE_BYTES = 512 << 20  # activations of one prefill chunk, kernel workspace, allocator slack
 
 
@@ -71,26 +71,7 @@ class ContextFit:
     weight_bytes: int
 
 
-def dense_weight_bytes(
-    *,
-    num_layers: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    vocab_size: int,
-    tie_word_embeddings: bool,
-    dtype_bytes: int = 2,
-) -> int:
-    """Bytes of a dense transformer's weights (norms and biases, a few kilobytes a layer, are left out)."""
-    attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
-    layer = attention + 3 * hidden_size * intermediate_size
-    embeddings = vocab_size * hidden_size * (1 if tie_word_embeddings else 2)
-    return (num_layers * layer + embeddings) * dtype_bytes
-
-
-def index_bytes_per_token(shape: ModelShape, bits: int, page_size: int = DEFAULT_PAGE_SIZE) -> float:
+def index_bytes_per_token(shape: ModelShape, bits: int, page_size: int) -> float:
     """Key index of one token in all layers: codes, a float32 scale a row, float32 page means; 0 if exact."""
     if bits == 16:
         return 0.0
@@ -101,7 +82,7 @@ def index_bytes_per_token(shape: ModelShape, bits: int, page_size: int = DEFAULT
 
 def host_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> float:
     """Host memory of a prefix: rows and key index, in whole pages."""
-    page = config.page_size or max(DEFAULT_PAGE_SIZE, shape.block_length)
+    page = choose_page_size(shape.block_length, config.page_size)
     padded = -(-tokens // page) * page
     return padded * (shape.kv_bytes + index_bytes_per_token(shape, config.index_bits, page))
 
@@ -112,7 +93,7 @@ def device_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> float
     # At one boundary at most every row of the set arrives, and never more rows than are absent.
     staging = min(resident, tokens - resident)
     transient = tokens * (
-        2 * shape.hidden_size * shape.dtype_bytes + 2 * shape.layer_kv_bytes + 4 * shape.head_dim
+        shape.hidden_size * shape.dtype_bytes + 4 * shape.layer_kv_bytes + 4 * shape.head_dim
     )
     return shape.weight_bytes + WORKSPACE_BYTES + (resident + staging) * shape.kv_bytes + transient
 
@@ -169,7 +150,7 @@ def fit_context(
         limited_by=limited_by,
         kv_bytes_per_token=shape.kv_bytes,
         index_bytes_per_token=index_bytes_per_token(
-            shape, config.index_bits, config.page_size or max(DEFAULT_PAGE_SIZE, shape.block_length)
+            shape, config.index_bits, choose_page_size(shape.block_length, config.page_size)
         ),
         weight_bytes=shape.weight_bytes,
     )

@@ -38,7 +38,7 @@ def test_index_bytes(bits: int, codes: int) -> None:
 
 
 def test_exact_index_takes_nothing() -> None:
-    assert index_bytes_per_token(SDAR_8B, 16) == 0
+    assert index_bytes_per_token(SDAR_8B, 16, page_size=64) == 0
 
 
 def test_host_bytes_come_in_pages() -> None:
@@ -50,7 +50,7 @@ def test_host_bytes_come_in_pages() -> None:
 def test_device_bytes_at_32k() -> None:
     tokens, config = 32768, OffloadConfig(kv_budget=0.08)
     resident = 2622  # ceil(0.08 x 32768)
-    transient = tokens * (2 * 4096 * 2 + 2 * 8 * 2 * 128 * 2 + 4 * 128)
+    transient = tokens * (4096 * 2 + 4 * 8 * 2 * 128 * 2 + 4 * 128)
     expected = 16 * GIB + WORKSPACE_BYTES + 2 * resident * 147_456 + transient
     assert device_bytes(SDAR_8B, tokens, config) == expected
     assert expected - 16 * GIB < 6 * GIB
