@@ -100,6 +100,15 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def write_report(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Write what there is so far: a run that is cut short keeps its finished cells."""
+    if args.json is None:
+        return
+    options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    report = {"machine": machine.describe(), "options": options, "results": results}
+    args.json.write_text(json.dumps(report, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="tiny")
@@ -124,11 +133,8 @@ def main() -> None:
         examples = documents(args.tasks, length, args.count, args.seed)
         for budget in args.budgets:
             results.append(score_budget(budget, length, examples, args))
+            write_report(results, args)
             print(f"{length} {budget} {results[-1]['seconds']:.0f} s", file=sys.stderr, flush=True)
-    if args.json:
-        options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        report = {"machine": machine.describe(), "options": options, "results": results}
-        args.json.write_text(json.dumps(report, indent=1))
     print(table(results))
 
 

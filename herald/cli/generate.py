@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from herald.cli.options import engine_config, offload_config, sampling_params
+from herald.cli.options import engine_config, offload_config, open_model, sampling_params
 from herald.cli.progress import ProgressBars
 from herald.cli.prompts import collect_prompts
 from herald.cli.report import json_object, print_statistics
@@ -27,21 +27,11 @@ def run(args: argparse.Namespace) -> int:
     """Generate, print, and return the exit code."""
     params, offload, engine = sampling_params(args), offload_config(args), engine_config(args)
     prompts = collect_prompts(args.prompt, args.prompt_file)
-    from herald import LLM
-
     out = sys.stdout
     # Whatever a library prints while the model loads or runs is not the answer.
     with (
         contextlib.redirect_stdout(sys.stderr),
-        LLM(
-            model=args.model,
-            device=args.device,
-            dtype=args.dtype,
-            offload=offload,
-            engine=engine,
-            block_length=args.block_length,
-            mask_token_id=args.mask_token_id,
-        ) as llm,
+        open_model(args, offload, engine) as llm,
     ):
         inputs = [_Input(llm, prompt, args.chat) for prompt in prompts]
         answer = _stream if args.stream else _answer

@@ -8,11 +8,14 @@ import math
 import re
 import reprlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from herald.config import EngineConfig, OffloadConfig
 from herald.errors import InvalidOption
 from herald.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from herald import LLM
 
 _UNITS = {
     "": 1,
@@ -287,3 +290,21 @@ def offload_config(args: argparse.Namespace) -> OffloadConfig:
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """`EngineConfig` of the options given; raises `InvalidOption`."""
     return _build(EngineConfig, args, _ENGINE)
+
+
+def open_model(args: argparse.Namespace, offload: OffloadConfig, engine: EngineConfig) -> LLM:
+    """Load the model that the options name; what `LLM` raises passes through.
+
+    torch is imported here, once the options are known to be right.
+    """
+    from herald import LLM
+
+    return LLM(
+        model=args.model,
+        device=args.device,
+        dtype=args.dtype,
+        offload=offload,
+        engine=engine,
+        block_length=args.block_length,
+        mask_token_id=args.mask_token_id,
+    )

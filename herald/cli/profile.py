@@ -90,20 +90,11 @@ def run(args: argparse.Namespace) -> int:
     engine = options.engine_config(args)
     texts = None if args.prompt_file is None else collect_prompts([], [args.prompt_file])
     _make_folder(args.out)
-    from herald import LLM
     from herald.profile.workload import run_workload
 
     with (
         contextlib.redirect_stdout(sys.stderr),
-        LLM(
-            model=args.model,
-            device=args.device,
-            dtype=args.dtype,
-            offload=offload,
-            engine=engine,
-            block_length=args.block_length,
-            mask_token_id=args.mask_token_id,
-        ) as llm,
+        options.open_model(args, offload, engine) as llm,
         ProgressBars(sys.stderr.isatty(), args.num_requests) as progress,
     ):
         result = run_workload(llm, _prompts(llm, texts, args), params, progress)

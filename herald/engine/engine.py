@@ -313,18 +313,19 @@ class Engine:
             if request.error is not None:
                 self._finish(request, "abort")
                 news.append(request)
-            elif self._block_done(request):
-                self._close_block(request)
+                continue
+            assert request.tokens is not None and request.masked is not None
+            tokens, masked = request.tokens.tolist(), request.masked.tolist()
+            if self._block_done(request, tokens, masked):
+                self._close_block(request, tokens, masked)
                 news.append(request)
                 if progress is not None:
                     done, total = len(request.output_ids), request.params.max_tokens
                     progress(Progress(request.request_id, "decode", done, total))
         return news
 
-    def _block_done(self, request: Request) -> bool:
-        """No mask is left, or none that could still change the output."""
-        assert request.tokens is not None and request.masked is not None
-        tokens, masked = request.tokens.tolist(), request.masked.tolist()
+    def _block_done(self, request: Request, tokens: list[int], masked: list[bool]) -> bool:
+        """No mask is left in the block, or none that could still change the output."""
         if not any(masked):
             return True
         begin = request.prompt_in_block
@@ -336,12 +337,10 @@ class Engine:
                 return True
         return True
 
-    def _close_block(self, request: Request) -> None:
+    def _close_block(self, request: Request, tokens: list[int], masked: list[bool]) -> None:
         """Take a finished block's tokens; end the request or begin its next block."""
         assert request.tokens is not None and request.masked is not None
-        masked = request.masked.tolist()
-        fresh = request.tokens.tolist()[request.prompt_in_block :]
-        open_ = masked[request.prompt_in_block :]
+        fresh, open_ = tokens[request.prompt_in_block :], masked[request.prompt_in_block :]
         checker = request.checker
         reason = checker.append(fresh[: open_.index(True)] if True in open_ else fresh)
         request.counters.blocks += 1
