@@ -1,4 +1,4 @@
-"""Build of the distribution ``herald-dllm``: two packages, one optional C++ extension, one CUDA source.
+"""Build of the distribution ``herald-dllm``: two packages, one optional C++ extension, the CUDA sources.
 
 ``HERALD_BUILD_EXT`` decides about the extension ``herald._native``: ``auto`` (default) builds it where a C++
 compiler and pybind11 are there and otherwise warns and goes on, ``1`` fails without it, ``0`` leaves it out.
@@ -6,6 +6,7 @@ compiler and pybind11 are there and otherwise warns and goes on, ``1`` fails wit
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -17,8 +18,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-NATIVE_SOURCE = "csrc/herald_native.cpp"
-CUDA_SOURCE = "csrc/gather.cu"
+NATIVE_SOURCES = "csrc/*.cpp"
+CUDA_SOURCES = "csrc/gather*.cu"
 MODES = ("auto", "1", "0")
 
 
@@ -39,25 +40,40 @@ def extension_mode() -> str:
     return mode
 
 
+def pybind11_include() -> str | None:
+    """Folder of pybind11's headers: its own, else the copy that torch carries; None without either."""
+    if importlib.util.find_spec("pybind11") is not None:
+        import pybind11
+
+        return pybind11.get_include()
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    include = Path(torch.origin).parent / "include"
+    return str(include) if (include / "pybind11" / "pybind11.h").is_file() else None
+
+
 def native_extensions(mode: str) -> list[Extension]:
     """The extension, or nothing where it is not wanted or (``auto``) cannot be built."""
     if mode == "0":
         return []
-    try:
-        import pybind11
-    except ImportError:
+    include = pybind11_include()
+    if include is None:
         if mode == "1":
-            raise SystemExit("HERALD_BUILD_EXT=1 needs pybind11; run: pip install pybind11") from None
+            raise SystemExit("HERALD_BUILD_EXT=1 needs pybind11; run: pip install pybind11")
         warn("pybind11 is not installed")
         return []
     # No -march: the source picks its instruction set at run time, so one wheel serves every CPU.
     return [
         Extension(
             "herald._native",
-            sources=[NATIVE_SOURCE],
+            sources=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(NATIVE_SOURCES))],
             depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").glob("*.h*"))],
-            include_dirs=[pybind11.get_include()],
-            extra_compile_args=["-O3", "-g0", "-std=c++17", "-pthread", "-fvisibility=hidden"],
+            include_dirs=[include],
+            # Products and sums are fused only where the code says so: every CPU gives the same bits.
+            extra_compile_args=[
+                *("-O3", "-g0", "-std=c++17", "-pthread", "-fvisibility=hidden", "-ffp-contract=off")
+            ],
             extra_link_args=["-pthread"],
             language="c++",
             optional=False,
@@ -98,14 +114,16 @@ class OptionalBuildExt(build_ext):
 
 
 class BuildPyWithCuda(build_py):
-    """Puts the CUDA source into the package as ``herald/_csrc/``; editable installs read it in place."""
+    """Puts the CUDA sources into the package as ``herald/_csrc/``; editable installs read them in place."""
 
     def run(self) -> None:
         super().run()
-        if not self.editable_mode and (ROOT / CUDA_SOURCE).exists():
-            target = Path(self.build_lib) / "herald" / "_csrc"
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / CUDA_SOURCE, target)
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib) / "herald" / "_csrc"
+        target.mkdir(parents=True, exist_ok=True)
+        for source in sorted(ROOT.glob(CUDA_SOURCES)):
+            shutil.copy2(source, target)
 
 
 setup(
@@ -145,7 +163,7 @@ setup(
         "psutil>=5.9",
     ],
     extras_require={
-        # CuPy brings the NVRTC binding that compiles the gather kernel and the binding that pins memory.
+        # CuPy brings the NVRTC binding that compiles the gather kernels and the binding that pins memory.
         "cuda": ["cupy-cuda13x>=13.6; platform_system == 'Linux'"],
         "profile": ["matplotlib>=3.9"],
         "server": ["fastapi>=0.115", "uvicorn>=0.34", "pydantic>=2.10"],

@@ -1,252 +1,265 @@
-// herald._native: rows of host memory gathered into a dense buffer by several threads.
-//
-// The buffer is read by the copy engine next, not by this CPU, so it is written with streaming stores,
-// which save reading every line of it first; the rows are prefetched a fixed distance ahead, since no
-// hardware prefetcher can guess where the next id points. One function per instruction set, chosen at
-// run time, so that one binary serves every x86-64 CPU; other CPUs get the portable one.
+// herald._native: the Python side of csrc. Checks what arrays must have so that no kernel leaves its memory;
+// the callers in herald/ check what users can get wrong, and say so in their own words.
 
-#include <pthread.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <condition_variable>
-#include <cstdint>
-#include <cstring>
-#include <functional>
-#include <mutex>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define HERALD_X86 1
-#endif
+#include "encode.h"
+#include "isa.h"
+#include "pack_rows.h"
+#include "rotate.h"
+#include "scan.h"
+#include "select.h"
+#include "threads.h"
+#include "update.h"
 
 namespace py = pybind11;
 
 namespace {
 
-// Enough lines under way to cover the latency of DRAM, few enough to stay in the first-level cache.
-constexpr int64_t kPrefetchBytes = 4096;
-constexpr int64_t kLineBytes = 64;
+using namespace herald;
 
-// Part of a gather: dst[i] = src[ids[i]] for i in [begin, end), rows of row_bytes bytes.
-struct Gather {
-    uint8_t* dst;
-    const uint8_t* src;
-    const int64_t* ids;
-    int64_t row_bytes;
+// What the functions below take and give; herald/kvstore/native.py refuses an extension with another number.
+constexpr int kInterface = 3;
 
-    const uint8_t* From(int64_t i) const { return src + ids[i] * row_bytes; }
-    uint8_t* To(int64_t i) const { return dst + i * row_bytes; }
-    bool Aligned(int64_t bytes) const {
-        return reinterpret_cast<uintptr_t>(dst) % bytes == 0 && row_bytes % bytes == 0;
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+
+void Require(bool condition, const char* problem) {
+    if (!condition) throw std::invalid_argument(problem);
+}
+
+// Pointer and kind of an array of values: float32, bfloat16 (as uint16) or, if `half`, float16 (as uint16).
+const void* Values(const py::array& array, bool half, int& kind) {
+    Require((array.flags() & py::array::c_style) != 0, "values must be C-contiguous");
+    if (py::isinstance<py::array_t<float>>(array)) {
+        kind = kFloat32;
+    } else if (py::isinstance<py::array_t<uint16_t>>(array)) {
+        kind = half ? kFloat16 : kBfloat16;
+    } else {
+        throw std::invalid_argument("values must be float32 or uint16");
     }
-    void PrefetchAhead(int64_t i, int64_t end) const {
-        const int64_t ahead = i + std::max<int64_t>(1, kPrefetchBytes / row_bytes);
-        if (ahead >= end) return;
-        const uint8_t* row = From(ahead);
-        for (int64_t at = 0; at < row_bytes; at += kLineBytes) __builtin_prefetch(row + at, 0, 0);
-    }
-};
+    return array.data();
+}
 
-using GatherFunction = void (*)(const Gather&, int64_t begin, int64_t end);
-
-void GatherScalar(const Gather& g, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-        g.PrefetchAhead(i, end);
-        std::memcpy(g.To(i), g.From(i), g.row_bytes);
+void CheckPages(const Array<int32_t>& page_ids, int64_t last, int64_t page_size, int64_t num_pages) {
+    Require(page_ids.ndim() == 1 && page_ids.shape(0) * page_size >= last, "page_ids are too few");
+    for (py::ssize_t i = 0; i < page_ids.shape(0); ++i) {
+        Require(page_ids.data()[i] >= 0 && page_ids.data()[i] < num_pages,
+                "page_ids name pages that do not exist");
     }
 }
 
-#ifdef HERALD_X86
-__attribute__((target("avx2"))) void GatherAvx2(const Gather& g, int64_t begin, int64_t end) {
-    const int64_t body = g.row_bytes / 32 * 32;
-    const bool stream = g.Aligned(32);
-    for (int64_t i = begin; i < end; ++i) {
-        g.PrefetchAhead(i, end);
-        const uint8_t* from = g.From(i);
-        uint8_t* to = g.To(i);
-        for (int64_t at = 0; at < body; at += 32) {
-            const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at));
-            if (stream) {
-                _mm256_stream_si256(reinterpret_cast<__m256i*>(to + at), v);
-            } else {
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + at), v);
-            }
-        }
-        std::memcpy(to + body, from + body, g.row_bytes - body);
-    }
-    _mm_sfence();
-}
-
-__attribute__((target("avx512f"))) void GatherAvx512(const Gather& g, int64_t begin, int64_t end) {
-    const int64_t body = g.row_bytes / 64 * 64;
-    const bool stream = g.Aligned(64);
-    for (int64_t i = begin; i < end; ++i) {
-        g.PrefetchAhead(i, end);
-        const uint8_t* from = g.From(i);
-        uint8_t* to = g.To(i);
-        for (int64_t at = 0; at < body; at += 64) {
-            const __m512i v = _mm512_loadu_si512(from + at);
-            if (stream) {
-                _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), v);
-            } else {
-                _mm512_storeu_si512(to + at, v);
-            }
-        }
-        std::memcpy(to + body, from + body, g.row_bytes - body);
-    }
-    _mm_sfence();
-}
-#endif
-
-struct Isa {
-    const char* name;
-    bool supported;
-    GatherFunction gather;
-};
-
-// Best first. The last one always works.
-std::vector<Isa> AllIsas() {
-    std::vector<Isa> isas;
-#ifdef HERALD_X86
-    isas.push_back({"avx512", __builtin_cpu_supports("avx512f") != 0, GatherAvx512});
-    isas.push_back({"avx2", __builtin_cpu_supports("avx2") != 0, GatherAvx2});
-#endif
-    isas.push_back({"scalar", true, GatherScalar});
-    return isas;
-}
-
-Isa FindIsa(const std::string& name) {
-    for (const Isa& isa : AllIsas()) {
-        if (name == isa.name && !isa.supported) {
-            throw std::invalid_argument("isa='" + name + "' is not supported by this CPU; use 'auto'");
-        }
-        if (isa.supported && (name == "auto" || name == isa.name)) return isa;
-    }
-    throw std::invalid_argument("isa='" + name + "' is unknown here; use 'auto' or 'scalar'");
-}
-
-// Threads that outlive a call: starting sixteen takes longer than packing a few MiB.
-class WorkerPool {
-  public:
-    // Runs body(0) .. body(parts - 1) on the calling thread and parts - 1 others. body must not throw.
-    void Run(int parts, const std::function<void(int)>& body) {
-        std::lock_guard<std::mutex> one_batch(batch_mutex_);
-        std::unique_lock<std::mutex> lock(mutex_);
-        for (; threads_ < parts - 1; ++threads_) std::thread([this] { Loop(); }).detach();
-        body_ = &body;
-        next_ = 0;
-        parts_ = unfinished_ = parts;
-        wake_.notify_all();
-        Work(lock);
-        done_.wait(lock, [this] { return unfinished_ == 0; });
-    }
-
-  private:
-    void Loop() {
-        std::unique_lock<std::mutex> lock(mutex_);
-        for (;;) {
-            wake_.wait(lock, [this] { return next_ < parts_; });
-            Work(lock);
-        }
-    }
-
-    void Work(std::unique_lock<std::mutex>& lock) {
-        while (next_ < parts_) {
-            const int part = next_++;
-            lock.unlock();
-            (*body_)(part);
-            lock.lock();
-            if (--unfinished_ == 0) done_.notify_one();
-        }
-    }
-
-    std::mutex batch_mutex_;
-    std::mutex mutex_;
-    std::condition_variable wake_;
-    std::condition_variable done_;
-    const std::function<void(int)>* body_ = nullptr;
-    int threads_ = 0;
-    int next_ = 0;
-    int parts_ = 0;
-    int unfinished_ = 0;
-};
-
-// Never deleted: its threads wait on it until the process ends. A forked child has none of them, so
-// it starts anew.
-WorkerPool* pool = nullptr;
-
-void NewPool() {
-    pool = new WorkerPool;
-}
-
-using Bytes = py::array_t<uint8_t, py::array::c_style>;
-using Ids = py::array_t<int64_t, py::array::c_style>;
-
-void PackRows(Bytes dst, const Bytes& src, const Ids& row_ids, int64_t row_bytes, int threads,
-              const std::string& isa_name) {
-    if (dst.ndim() != 2 || src.ndim() != 2 || row_ids.ndim() != 1) {
-        throw std::invalid_argument("dst and src must be matrices of bytes, row_ids one-dimensional");
-    }
-    if (row_bytes < 1 || dst.shape(1) != row_bytes || src.shape(1) != row_bytes) {
-        throw std::invalid_argument("rows of dst and src must have row_bytes bytes, at least 1");
-    }
-    const int64_t n = row_ids.shape(0);
-    if (dst.shape(0) < n) throw std::invalid_argument("dst has fewer rows than there are row_ids");
-    if (threads < 1) throw std::invalid_argument("threads must be at least 1");
-    const Isa isa = FindIsa(isa_name);
-    const Gather gather{dst.mutable_data(), src.data(), row_ids.data(), row_bytes};
-    const int64_t num_rows = src.shape(0);
-
+void BindPackRows(Array<uint8_t> dst, const Array<uint8_t>& src, const Array<int64_t>& row_ids,
+                  int64_t row_bytes, int threads, const std::string& isa) {
+    Require(dst.ndim() == 2 && src.ndim() == 2 && row_ids.ndim() == 1,
+            "dst and src must be matrices of bytes, row_ids one-dimensional");
+    Require(row_bytes >= 1 && dst.shape(1) == row_bytes && src.shape(1) == row_bytes,
+            "rows of dst and src must have row_bytes bytes, at least 1");
+    Require(dst.shape(0) >= row_ids.shape(0), "dst has fewer rows than there are row_ids");
+    Require(threads >= 1, "threads must be at least 1");
+    uint8_t* to = dst.mutable_data();
     py::gil_scoped_release without_gil;
-    for (int64_t i = 0; i < n; ++i) {
-        if (gather.ids[i] < 0 || gather.ids[i] >= num_rows) {
-            throw std::out_of_range("row_ids[" + std::to_string(i) + "] = " + std::to_string(gather.ids[i]) +
-                                    " is outside src, which has " + std::to_string(num_rows) + " rows");
-        }
-    }
-    const int parts = static_cast<int>(std::min<int64_t>(threads, std::max<int64_t>(n, 1)));
-    if (parts == 1) {
-        isa.gather(gather, 0, n);
-        return;
-    }
-    pool->Run(parts, [&](int part) { isa.gather(gather, n * part / parts, n * (part + 1) / parts); });
+    PackRows(to, src.data(), row_ids.data(), row_ids.shape(0), src.shape(0), row_bytes, threads, isa);
 }
 
-std::vector<std::string> CpuFeatures() {
-    std::vector<std::string> names;
-#ifdef HERALD_X86
-    if (__builtin_cpu_supports("avx2")) names.emplace_back("avx2");
-    if (__builtin_cpu_supports("avx512f")) names.emplace_back("avx512f");
-    if (__builtin_cpu_supports("avx512bw")) names.emplace_back("avx512bw");
-    if (__builtin_cpu_supports("avx512vl")) names.emplace_back("avx512vl");
-    if (__builtin_cpu_supports("avx512vnni")) names.emplace_back("avx512_vnni");
-#endif
-    return names;
+KeyIndexView View(const Array<uint8_t>& codes, const Array<float>& row_scales,
+                  const Array<int8_t>& mean_codes, const Array<float>& page_scales, const Array<float>& signs,
+                  int bits, int64_t head_dim) {
+    Require(bits == 8 || bits == 4 || bits == 1, "bits must be 8, 4 or 1");
+    Require(codes.ndim() == 5 && row_scales.ndim() == 4 && mean_codes.ndim() == 5 &&
+                page_scales.ndim() == 4 && signs.ndim() == 1,
+            "codes, row_scales, mean_codes, page_scales and signs must have 5, 4, 5, 4 and 1 dimensions");
+    KeyIndexView view = {};
+    view.codes = codes.data();
+    view.row_scales = row_scales.data();
+    view.mean_codes = mean_codes.data();
+    view.page_scales = page_scales.data();
+    view.signs = signs.data();
+    view.layers = codes.shape(0);
+    view.pages = codes.shape(1);
+    view.heads = codes.shape(2);
+    view.page_size = codes.shape(3);
+    view.n = static_cast<int>(signs.shape(0));
+    view.bits = bits;
+    Require(view.n >= 16 && view.n <= 1024 && (view.n & (view.n - 1)) == 0, "signs must be 16, 32 .. 1024");
+    Require(head_dim >= 1 && head_dim <= view.n, "head_dim does not fit the signs");
+    view.head_dim = static_cast<int>(head_dim);
+    Require(codes.shape(4) == view.n * bits / 8, "codes do not fit the signs");
+    for (int i = 0; i < 3; ++i) {
+        Require(row_scales.shape(i) == codes.shape(i) && mean_codes.shape(i) == codes.shape(i) &&
+                    page_scales.shape(i) == codes.shape(i),
+                "the arrays of the index differ");
+    }
+    Require(row_scales.shape(3) == (bits == 8 ? 0 : view.page_size), "row_scales do not fit the bits");
+    Require(mean_codes.shape(3) == 2 && mean_codes.shape(4) == view.n && page_scales.shape(3) == 2,
+            "mean_codes and page_scales must be [.., 2, n] and [.., 2]");
+    return view;
+}
+
+Array<int32_t> BindSelect(const Array<uint8_t>& codes, const Array<float>& row_scales,
+                          const Array<int8_t>& mean_codes, const Array<float>& page_scales,
+                          const Array<float>& signs, int bits, const Array<int32_t>& page_ids, int64_t first,
+                          int64_t last, int64_t k, const py::array& queries, const Array<float>& lse,
+                          float scale, int threads, const std::string& isa) {
+    Selection s = {};
+    s.queries = Values(queries, false, s.kind);
+    Require(queries.ndim() == 4 && lse.ndim() == 3, "queries and lse must have 4 and 3 dimensions");
+    s.index = View(codes, row_scales, mean_codes, page_scales, signs, bits, queries.shape(3));
+    for (int i = 0; i < 3; ++i) Require(queries.shape(i) == lse.shape(i), "queries and lse differ");
+    Require(queries.shape(0) == s.index.layers && queries.shape(1) >= 1 && queries.shape(2) >= 1 &&
+                queries.shape(2) % s.index.heads == 0,
+            "queries do not fit the index");
+    Require(0 <= first && first < last && 1 <= k && k <= last - first, "first, last and k do not fit");
+    Require(queries.shape(1) * queries.shape(2) / s.index.heads <= (1 << 20), "too many queries");
+    CheckPages(page_ids, last, s.index.page_size, s.index.pages);
+    s.page_ids = page_ids.data();
+    s.first = first;
+    s.last = last;
+    s.k = k;
+    s.lse = lse.data();
+    s.positions = queries.shape(1);
+    s.query_heads = queries.shape(2);
+    s.scale = scale;
+    Array<int32_t> out({s.index.layers, s.index.heads, k});
+    s.out = out.mutable_data();
+    const ScanKernels kernels = FindScanIsa(isa).kernels;
+    {
+        py::gil_scoped_release without_gil;
+        Select(s, kernels, threads);
+    }
+    return out;
+}
+
+void BindEncode(const py::array& rows, bool half, Array<uint8_t> codes, Array<float> row_scales,
+                Array<int8_t> mean_codes, Array<float> page_scales, const Array<float>& signs, int bits,
+                const Array<int32_t>& page_ids, int64_t first, int64_t last, int64_t layer_begin,
+                int64_t layer_end, int threads, const std::string& isa) {
+    EncodeTarget target = {};
+    target.rows = static_cast<const uint8_t*>(Values(rows, half, target.kind));
+    Require(rows.ndim() == 5 && rows.shape(4) % 2 == 0, "rows must be [L, P, H, page_size, 2 D]");
+    const KeyIndexView view =
+        View(codes, row_scales, mean_codes, page_scales, signs, bits, rows.shape(4) / 2);
+    for (int i = 0; i < 4; ++i) Require(rows.shape(i) == codes.shape(i), "rows and codes differ");
+    Require(0 <= layer_begin && layer_begin <= layer_end && layer_end <= view.layers, "no such layers");
+    Require(0 <= first && first <= last, "first and last do not fit");
+    CheckPages(page_ids, last, view.page_size, view.pages);
+    target.codes = codes.mutable_data();
+    target.row_scales = row_scales.mutable_data();
+    target.mean_codes = mean_codes.mutable_data();
+    target.page_scales = page_scales.mutable_data();
+    target.signs = view.signs;
+    target.pages = view.pages;
+    target.heads = view.heads;
+    target.page_size = view.page_size;
+    target.head_dim = view.head_dim;
+    target.n = view.n;
+    target.bits = bits;
+    const int32_t* pages = page_ids.data();
+    py::gil_scoped_release without_gil;
+    EncodeSpan(target, pages, first, last, layer_begin, layer_end, threads, isa);
+}
+
+py::tuple BindPlanUpdate(const Array<int32_t>& slot_positions, int64_t length, const Array<int32_t>& selected,
+                         int64_t first, int64_t last, int64_t upto, const Array<int32_t>& page_ids,
+                         int64_t own_rows, bool move_all, int64_t capacity, int64_t row_start,
+                         int64_t num_pages, int64_t page_size, int threads) {
+    Require(slot_positions.ndim() == 3 && selected.ndim() == 3,
+            "slot_positions and selected must be [L, H, n]");
+    UpdateInput in = {};
+    in.layers = slot_positions.shape(0);
+    in.heads = slot_positions.shape(1);
+    in.slots = slot_positions.shape(2);
+    in.k = selected.shape(2);
+    Require(selected.shape(0) == in.layers && selected.shape(1) == in.heads,
+            "slot_positions and selected differ");
+    Require(0 <= first && first <= last && last <= upto && own_rows >= 0, "first, last, upto do not fit");
+    const int64_t rows = first + in.k + (upto - last) + own_rows;
+    Require(0 <= length && length <= rows && rows <= in.slots, "the target does not fit the slots");
+    Require(page_size >= 1, "page_size must be at least 1");
+    CheckPages(page_ids, upto, page_size, num_pages);
+    in.slot_positions = slot_positions.data();
+    in.selected = selected.data();
+    in.page_ids = page_ids.data();
+    in.length = length;
+    in.first = first;
+    in.last = last;
+    in.upto = upto;
+    in.own_rows = own_rows;
+    in.move_all = move_all;
+    in.capacity = capacity;
+    in.row_start = row_start;
+    in.num_pages = num_pages;
+    in.page_size = page_size;
+    py::gil_scoped_release without_gil;
+    const UpdatePlan plan(in, threads);
+    py::gil_scoped_acquire with_gil;
+    Array<int64_t> src(plan.arrivals()), staging(plan.arrivals()), slot(plan.arrivals());
+    Array<int64_t> free_rows(in.layers * in.heads * own_rows);
+    Array<int32_t> counts({in.layers, in.heads}), positions({in.layers, in.heads, in.slots});
+    int64_t *to_src = src.mutable_data(), *to_staging = staging.mutable_data(),
+            *to_slot = slot.mutable_data();
+    int64_t* to_free = free_rows.mutable_data();
+    int32_t *to_counts = counts.mutable_data(), *to_positions = positions.mutable_data();
+    {
+        py::gil_scoped_release writing;
+        plan.Write(to_src, to_staging, to_slot, to_counts, to_free, to_positions);
+    }
+    return py::make_tuple(src, staging, slot, counts, free_rows, positions);
+}
+
+py::dict ScanIsaReasons() {
+    py::dict reasons;
+    for (const Isa& isa : ScanIsas()) {
+        if (isa.automatic) reasons[isa.name] = isa.unavailable;
+    }
+    return reasons;
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
-    NewPool();
-    pthread_atfork(nullptr, nullptr, NewPool);
+    StartPools();
 
-    m.doc() = "CPU side of HERALD's transfers.";
-    m.def("pack_rows", &PackRows, py::arg("dst").noconvert(), py::arg("src").noconvert(),
+    m.doc() = "CPU side of HERALD: selection, key codes, changes of resident sets, packing of rows.";
+    m.attr("INTERFACE") = kInterface;
+    m.def("pack_rows", &BindPackRows, py::arg("dst").noconvert(), py::arg("src").noconvert(),
           py::arg("row_ids").noconvert(), py::arg("row_bytes"), py::arg("threads") = 1,
           py::arg("isa") = "auto",
           "dst[i] = src[row_ids[i]] for uint8 matrices with rows of row_bytes bytes.\n\n"
           "Runs on `threads` threads without the interpreter's lock. isa: 'auto' or a forced\n"
           "'avx512', 'avx2', 'scalar'. Raises ValueError on mismatched arrays or an instruction set\n"
           "that this CPU lacks, IndexError on an id outside src.");
-    m.def("cpu_features", &CpuFeatures, "Vector instruction sets of this CPU that matter here.");
+    m.def("select", &BindSelect, py::arg("codes").noconvert(), py::arg("row_scales").noconvert(),
+          py::arg("mean_codes").noconvert(), py::arg("page_scales").noconvert(), py::arg("signs").noconvert(),
+          py::arg("bits"), py::arg("page_ids").noconvert(), py::arg("first"), py::arg("last"), py::arg("k"),
+          py::arg("queries"), py::arg("lse").noconvert(), py::arg("scale"), py::arg("threads") = 1,
+          py::arg("isa") = "auto",
+          "The k best positions of [first, last) for every (layer, head): int32 [L, H, k], ascending.\n\n"
+          "Arrays as KeyIndex and Selector.select have them; queries float32, or uint16 for bfloat16.\n"
+          "isa: 'auto' or one of scan_isas().");
+    m.def("scan_isas", &ScanIsaReasons,
+          "Instruction sets of select, best first, each with the reason why this CPU cannot run it, or ''.");
     m.def(
-        "active_isa", [] { return std::string(FindIsa("auto").name); },
-        "Instruction set that pack_rows uses when none is forced.");
+        "scan_isa", [](const std::string& name) { return std::string(FindScanIsa(name).name); },
+        py::arg("isa") = "auto", "The instruction set that select uses for a name. Raises ValueError.");
+    m.def("encode", &BindEncode, py::arg("rows"), py::arg("half"), py::arg("codes").noconvert(),
+          py::arg("row_scales").noconvert(), py::arg("mean_codes").noconvert(),
+          py::arg("page_scales").noconvert(), py::arg("signs").noconvert(), py::arg("bits"),
+          py::arg("page_ids").noconvert(), py::arg("first"), py::arg("last"), py::arg("layer_begin"),
+          py::arg("layer_end"), py::arg("threads") = 1, py::arg("isa") = "auto",
+          "Writes codes, scales and means of positions first .. last, as key_codes.encode_span.\n\n"
+          "rows float32 or uint16; half tells float16 from bfloat16.");
+    m.def("plan_update", &BindPlanUpdate, py::arg("slot_positions").noconvert(), py::arg("length"),
+          py::arg("selected").noconvert(), py::arg("first"), py::arg("last"), py::arg("upto"),
+          py::arg("page_ids").noconvert(), py::arg("own_rows"), py::arg("move_all"), py::arg("capacity"),
+          py::arg("row_start"), py::arg("num_pages"), py::arg("page_size"), py::arg("threads") = 1,
+          "(src, staging, slot, counts, free_rows, positions): see herald/select/update.py.");
+    m.def("cpu_features", &CpuFeatures, "Vector instruction sets of this CPU that matter here.");
+    m.def("active_isa", &PackingIsa, "Instruction set that pack_rows uses when none is forced.");
 }

@@ -12,6 +12,7 @@ from herald.errors import InvalidOption
 IndexBits = Literal[16, 8, 4, 1]
 ScoreOperator = Literal["max", "sum"]
 LateAction = Literal["wait", "proceed"]
+LookaheadContext = Literal["draft", "block"]
 TransferMode = Literal["auto", "zero_copy", "staged"]
 
 
@@ -68,6 +69,12 @@ class OffloadConfig:
             ``"sum"``.
         lookahead_step: step of block i (counted from 0) in which the look-ahead for block i+1 runs.
             A block that ends before it selects at its end, with the finished tokens (exposed).
+        lookahead_context: what the masks of block i+1 attend to in the look-ahead besides the resident set:
+            ``"draft"``, a lane of block i with its arg-max tokens filled in, or ``"block"``, block i as it
+            is in that step, which saves a lane.
+        refresh_step: step of a block (from 1) whose own queries select for the block anew; 0 for never. The
+            rows are there from step ``refresh_step + refresh_lag`` on, and a look-ahead comes after that.
+        refresh_lag: steps that selection and transfer of a refresh may take; the block waits for them then.
         on_late: ``"wait"`` for a selection that is not there when its block begins, or
             ``"proceed"`` with the old set and apply it when it lands.
         difference_only: move only rows that are not resident yet; False moves the whole selection
@@ -88,6 +95,9 @@ class OffloadConfig:
     index_bits: IndexBits = 8
     score_operator: ScoreOperator = "max"
     lookahead_step: int = 1
+    lookahead_context: LookaheadContext = "draft"
+    refresh_step: int = 0
+    refresh_lag: int = 2
     on_late: LateAction = "wait"
     difference_only: bool = True
     verify_transfers: bool = False
@@ -112,6 +122,14 @@ class OffloadConfig:
             self.score_operator in ("max", "sum"), "score_operator", self.score_operator, "use 'max' or 'sum'"
         )
         check(self.lookahead_step >= 1, "lookahead_step", self.lookahead_step, "use 1 or more")
+        check(
+            self.lookahead_context in ("draft", "block"),
+            "lookahead_context",
+            self.lookahead_context,
+            "use 'draft' or 'block'",
+        )
+        check(self.refresh_step >= 0, "refresh_step", self.refresh_step, "use 0 for never, or 1 or more")
+        check(self.refresh_lag >= 1, "refresh_lag", self.refresh_lag, "use 1 or more")
         check(self.on_late in ("wait", "proceed"), "on_late", self.on_late, "use 'wait' or 'proceed'")
         check(
             self.page_size >= 0, "page_size", self.page_size, "use 0 (automatic) or a multiple of the block"
@@ -148,12 +166,15 @@ class EngineConfig:
         max_model_len: positions a request may use (prompt + output), 0 for the model's limit.
         prefill_chunk: positions a prefill unit covers, rounded down to whole blocks.
         prefill_units_per_step: (layer, chunk) units run between two decode steps when requests decode.
+        cuda_graphs: record each shape of a step as a CUDA graph and replay it; False launches its kernels one
+            by one (to debug, or to save the memory of the recordings). Has no effect on a CPU.
     """
 
     max_num_seqs: int = 8
     max_model_len: int = 0
     prefill_chunk: int = 2048
     prefill_units_per_step: int = 8
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         check_kinds(self)

@@ -1,141 +1,212 @@
-"""Scores a model on the retrieval tasks, with full KV and with sparse budgets, on the same documents.
+"""The quality suite: methods x budgets x lengths x tasks, on the same documents, as one table.
 
-    python -m bench_longctx.quality.run --lengths 8192 16384 --budgets full 0.10 0.05 --json out.json
+    python -m bench_longctx.quality.run --json out.json
+    python -m bench_longctx.quality.run --methods dense lookahead_1 centre --budgets 0.05 --tasks keys values
+    python -m bench_longctx.quality.run --model /data/sdar-8b --tasks ruler --lengths 16384 --jobs 1 --json
+    out.json
 
-Documents are drawn anew from haystack text that training never saw; every budget sees the same ones.
-"full" is the engine without offload. Exact match: every item of the answer, in order.
+`dense` runs once a length, every other method at every budget; all see the same documents. Finished cells are
+kept in the JSON file, and a run with the same settings goes on with them. With ``--jobs N`` engines run in N
+processes side by side, which is for scores: times are then not a machine's to itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import random
+import multiprocessing
+import queue
 import sys
-import time
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_longctx import machine, tasks
-from bench_longctx.tasks.haystack import Haystack
-from herald import LLM, EngineConfig, OffloadConfig, SamplingParams
+from bench_longctx.quality import cases, cells, methods
+from bench_longctx.quality.cells import Job, Settings
+from bench_longctx.quality.report import Report, table
+from herald.errors import HeraldError, UsageError
+from herald.hardware import usable_cores
+
+LENGTHS = (8192, 16384, 32768)
+BUDGETS = (0.02, 0.05, 0.10)
+Task = tuple[Job, list[str]]
 
 
-def documents(names: list[str], length: int, count: int, seed: int) -> list[tasks.Example]:
-    """``count`` examples of each task at ``length`` bytes, the same whatever other tasks are asked for."""
-    haystack = Haystack.load()
-    return [
-        tasks.make(name, length, random.Random(f"{seed} {length} {name} {i}"), haystack)
-        for name in names
-        for i in range(count)
-    ]
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    described = "\n".join(f"  {method.name:16}{method.about}" for method in methods.ALL)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n")[0],
+        epilog=f"methods:\n{described}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="tiny")
+    add("--device", default="auto")
+    add("--dtype", default="auto")
+    add("--methods", nargs="+", default=list(methods.NAMES), help="names below; all by default")
+    add("--budgets", type=float, nargs="+", default=list(BUDGETS), help="resident rows / prefix rows")
+    add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="bytes or tokens of a prompt (--level)")
+    add("--level", choices=("auto", "bytes", "tokens"), default="auto", help="auto: bytes for tiny")
+    add("--tasks", nargs="+", help="names, ruler, longbench, or FILE.jsonl; all generated ones by default")
+    add("--data", type=Path, help="folder of the user's RULER or LongBench files")
+    add("--plain", action="store_true", help="no chat template")
+    add("--count", type=int, default=100, help="documents of each task")
+    add("--seed", type=int, default=7)
+    add("--batch", type=int, default=16, help="requests that decode together")
+    add("--max-tokens", type=int, default=256, help="of an answer to a task in bytes")
+    add("--threshold", type=float, default=0.9, help="confidence above which a position is committed")
+    add("--denoising-steps", type=int, default=0, help="a fixed number of steps a block instead")
+    add("--index-bits", type=int, nargs="+", choices=(16, 8, 4, 1), default=[8])
+    add("--operator", nargs="+", choices=methods.OPERATORS, default=["max"])
+    add("--lookahead-step", type=int, nargs="+", default=[3], help="of the method lookahead_k")
+    add("--min-resident-rows", type=int, default=1, help="floor of the resident set")
+    add("--threads", type=int, default=0, help="CPU threads of a process, 0 for its share of the cores")
+    add("--jobs", type=int, default=1, help="engines side by side, in processes of their own")
+    add("--json", type=Path, help="keep the cells there, with versions and machine")
+    return parser.parse_args(argv)
 
 
-def wilson(right: int, of: int, z: float = 1.96) -> tuple[float, float]:
-    """95% interval of a share (Wilson's score interval)."""
-    if of == 0:
-        return 0.0, 1.0
-    share = right / of
-    middle = (share + z * z / (2 * of)) / (1 + z * z / of)
-    half = z / (1 + z * z / of) * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
-    return max(middle - half, 0.0), min(middle + half, 1.0)
-
-
-def offload_for(budget: str, args: argparse.Namespace) -> OffloadConfig:
-    if budget == "full":
-        return OffloadConfig(enabled=False)
-    return OffloadConfig(
-        kv_budget=float(budget),
-        index_bits=args.index_bits,
-        score_operator=args.operator,
-        lookahead_step=args.lookahead_step,
+def settings_of(args: argparse.Namespace) -> Settings:
+    level = cells.level_of(args.level, args.model)
+    default = cases.BYTE_TASKS if level == "bytes" else cases.TOKEN_TASKS
+    return Settings(
+        model=args.model,
+        device=args.device,
+        dtype=args.dtype,
+        level=level,
+        tasks=tuple(args.tasks or default),
+        data=None if args.data is None else str(args.data),
+        chat=not args.plain,
+        count=args.count,
+        seed=args.seed,
+        batch=args.batch,
+        max_tokens=args.max_tokens,
+        threshold=args.threshold,
+        denoising_steps=args.denoising_steps,
+        min_resident_rows=args.min_resident_rows,
     )
 
 
-def score_budget(
-    budget: str, length: int, examples: list[tasks.Example], args: argparse.Namespace
-) -> dict[str, Any]:
-    """Run every example at one budget."""
-    params = SamplingParams(max_tokens=args.max_tokens, confidence_threshold=args.threshold)
-    began = time.perf_counter()
-    engine = EngineConfig(max_num_seqs=args.batch)
-    with LLM(
-        args.model, device=args.device, dtype=args.dtype, offload=offload_for(budget, args), engine=engine
-    ) as llm:
-        outputs = llm.generate([example.prompt for example in examples], params)
-    cells: dict[str, Any] = {}
-    for task in args.tasks:
-        scored = [
-            tasks.score(e, o.outputs[0].text)
-            for e, o in zip(examples, outputs, strict=True)
-            if e.task == task
-        ]
-        right = sum(bool(exact) for exact, _ in scored)
-        low, high = wilson(right, len(scored))
-        items = sum(share for _, share in scored) / len(scored)
-        cells[task] = {"right": right, "of": len(scored), "low": low, "high": high, "items": items}
-    metrics = [o.metrics for o in outputs]
-    return {
-        "budget": budget,
-        "length": length,
-        "tasks": cells,
-        "seconds": time.perf_counter() - began,
-        "steps_per_block": sum(m.steps for m in metrics) / max(sum(m.blocks for m in metrics), 1),
-        "rows_moved": sum(m.rows_moved for m in metrics),
-        "exposed_seconds": sum(m.exposed_seconds for m in metrics),
-        "decode_seconds": sum(m.decode_seconds for m in metrics),
-        "answers": [o.outputs[0].text for o in outputs],
-    }
+def jobs_of(args: argparse.Namespace) -> list[Job]:
+    """All jobs, short lengths first, `dense` first within a length."""
+    ordered = sorted(dict.fromkeys(args.methods), key=lambda name: name != "dense")
+    jobs = []
+    for length in args.lengths:
+        for name in ordered:
+            if name == "dense":
+                jobs.append(Job(name, 1.0, length))
+                continue
+            method = methods.get(name)
+            bits = [16] if method.exact_keys else args.index_bits
+            steps = args.lookahead_step if name == "lookahead_k" else [0]
+            jobs += [
+                Job(name, budget, length, bit, operator, step)
+                for budget in args.budgets
+                for bit in bits
+                for operator in args.operator
+                for step in steps
+            ]
+    return list(dict.fromkeys(jobs))
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Markdown: a row for each length and budget, a column for each task (right of asked)."""
-    head = ["length", "KV", *results[0]["tasks"]]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for result in results:
-        cells = [f"{c['right']}/{c['of']}" for c in result["tasks"].values()]
-        budget = "full" if result["budget"] == "full" else f"{float(result['budget']):.0%}"
-        lines.append(f"| {result['length'] // 1024}K | {budget} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def unfinished(jobs: Sequence[Job], tasks: Sequence[str], report: Report) -> list[Task]:
+    """Jobs with the tasks whose cells the report does not hold yet."""
+    left = [(job, [task for task in tasks if job.key(task) not in report.cells]) for job in jobs]
+    return [(job, missing) for job, missing in left if missing]
 
 
-def write_report(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Write what there is so far: a run that is cut short keeps its finished cells."""
-    if args.json is None:
-        return
-    options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-    report = {"machine": machine.describe(), "options": options, "results": results}
-    args.json.write_text(json.dumps(report, indent=1))
+def run_here(todo: Sequence[Task], report: Report, threads: int) -> None:
+    """Run jobs one after the other in this process."""
+    for job, tasks in todo:
+        for key, cell in cells.run_job(job, report.settings, tasks, threads, _say):
+            report.add(key, cell)
+
+
+def run_side_by_side(todo: Sequence[Task], report: Report, threads: int, width: int) -> int:
+    """Run jobs in ``width`` processes, one a job.
+
+    Returns:
+        Jobs that failed. Each is reported; the others go on.
+    """
+    context = multiprocessing.get_context("spawn")
+    arrivals: Any = context.Queue()
+    waiting, failed = list(todo), 0
+    running: dict[int, Any] = {}
+    number = 0
+    while waiting or running:
+        while waiting and len(running) < width:
+            job, tasks = waiting.pop(0)
+            process = context.Process(
+                target=_work, args=(number, job, report.settings, tasks, threads, arrivals), daemon=True
+            )
+            process.start()
+            running[number] = process
+            number += 1
+        try:
+            who, key, cell = arrivals.get(timeout=1.0)
+        except queue.Empty:
+            # a process that was killed says nothing
+            gone = [who for who, process in running.items() if not process.is_alive()]
+            if gone and arrivals.empty():
+                for who in gone:
+                    _say(f"a process ended with exit code {running.pop(who).exitcode}")
+                    failed += 1
+            continue
+        if key is not None:
+            report.add(key, cell)
+            _say(f"{key}: {cell['score']:.1%} in {cell['seconds']:.0f} s")
+            continue
+        running.pop(who).join()
+        if cell is not None:
+            _say(cell)
+            failed += 1
+    return failed
+
+
+def _work(number: int, job: Job, settings: Settings, tasks: list[str], threads: int, arrivals: Any) -> None:
+    """A process's job: its cells go into ``arrivals``, last (number, None, what went wrong or None)."""
+    wrong = None
+    try:
+        cells.limit_torch(threads)
+        for key, cell in cells.run_job(job, settings, tasks, threads, lambda _: None):
+            arrivals.put((number, key, cell))
+    except HeraldError as error:
+        wrong = f"{job.method} at {job.length}: {error}"
+    except BaseException:
+        wrong = f"{job.method} at {job.length}:\n{traceback.format_exc()}"
+    arrivals.put((number, None, wrong))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what the arguments say and print the table; the exit code."""
+    for name, value in (("--count", args.count), ("--jobs", args.jobs), ("--batch", args.batch)):
+        if value < 1:
+            raise UsageError(f"{name} {value} is not valid", "use 1 or more")
+    settings, jobs = settings_of(args), jobs_of(args)
+    cells.check(settings, jobs)
+    tasks = cells.task_names(settings)
+    report = Report(settings, args.json, args.jobs)
+    todo = unfinished(jobs, tasks, report)
+    threads = cells.threads_for(args.jobs, args.threads, usable_cores())
+    failed = 0
+    if args.jobs == 1:
+        run_here(todo, report, threads)
+    else:
+        failed = run_side_by_side(todo, report, threads, args.jobs)
+    asked = {job.key(task) for job in jobs for task in tasks}
+    print(table({key: cell for key, cell in report.cells.items() if key in asked}, tasks))
+    return 1 if failed else 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384], help="bytes of a prompt")
-    parser.add_argument("--budgets", nargs="+", default=["full", "0.10", "0.05"])
-    parser.add_argument("--tasks", nargs="+", choices=tasks.TASKS, default=list(tasks.TASKS))
-    parser.add_argument("--count", type=int, default=50, help="documents of each task")
-    parser.add_argument("--batch", type=int, default=16, help="requests that decode together")
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--threshold", type=float, default=0.9)
-    parser.add_argument("--index-bits", type=int, default=8)
-    parser.add_argument("--operator", default="max")
-    parser.add_argument("--lookahead-step", type=int, default=OffloadConfig().lookahead_step)
-    parser.add_argument("--json", type=Path, help="write results, versions and machine there")
-    args = parser.parse_args()
-
-    results = []
-    for length in args.lengths:
-        examples = documents(args.tasks, length, args.count, args.seed)
-        for budget in args.budgets:
-            results.append(score_budget(budget, length, examples, args))
-            write_report(results, args)
-            print(f"{length} {budget} {results[-1]['seconds']:.0f} s", file=sys.stderr, flush=True)
-    print(table(results))
+    try:
+        sys.exit(run(parse()))
+    except UsageError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Speed of the key index's build and of a selection on this CPU.
+"""Speed of selection on this CPU: scans, plans of updates, and what a finished block costs.
 
-    python -m bench_longctx.selection.bench_select --rows 32768 --layers 36 --queries 128
+    python -m bench_longctx.selection.bench_select --json FILE [--tiny]
 
-Prints median seconds, token-heads a second (one token's key in one KV head of one layer; all threads
-together, and per thread) and the bytes that pass by: keys of the pool for the build, codes and scales (the
-keys, with 16 bits) for a selection.
+Scans an index larger than the caches (36 layers x 8 KV heads x 32K rows) and one that fits them, top-k
+included, with every instruction set of the C++ extension (if it is built) and with numba. A token-head is one
+token's key in one KV head of one layer. Bytes are codes, scales and means that pass by; the same index read
+by a plain loop says what the memory gives. Medians; --tiny is for a test of the script.
 """
 
 from __future__ import annotations
@@ -13,125 +14,196 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from bench_longctx.machine import describe
 from herald.hardware import usable_cores
+from herald.jit import jit
 from herald.kvstore import HostPool, KeyIndex, RowLayout
-from herald.select import Selector
-from herald.select.tiles import HAS_VNNI
+from herald.kvstore.native import find_native
+from herald.select import Selector, SlotGeometry
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=8192, help="positions of the prefix")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=8, help="KV heads")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument(
-        "--queries", type=int, default=128, help="query rows a KV head: positions x grouped heads"
-    )
-    parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 1, 16], choices=[16, 8, 4, 1])
-    parser.add_argument("--operator", choices=["max", "sum"], default="max")
-    parser.add_argument("--budget", type=float, default=0.08, help="selected rows / rows")
-    parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
-    parser.add_argument("--threads", type=int, default=0, help="0 for all usable cores")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-vnni", action="store_true", help="measure the float path")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    return parser.parse_args()
+HEAD_DIM, PAGE, BLOCK = 128, 64, 32
+REPEATS = 5
+Result = dict[str, Any]
 
 
-def median_seconds(work: Callable[[], object], repeats: int) -> float:
+def median_seconds(work: Callable[[], object]) -> float:
     """Median time of ``work`` after one run that compiles and warms up."""
     work()
     times = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def fill(pool: HostPool) -> None:
-    """Random rows, without a second copy of the pool in float32."""
-    generator = torch.Generator().manual_seed(0)
-    page = torch.randn(pool.rows.shape[2:], generator=generator)
-    for layer in range(pool.rows.shape[0]):
-        for number in range(pool.rows.shape[1]):
-            pool.rows[layer, number] = page.roll(layer * 31 + number * 7, dims=1)
+def make_pool(layers: int, heads: int, rows: int) -> HostPool:
+    """Random rows, one page's worth that differs from page to page only by where it starts."""
+    layout = RowLayout(layers, heads, HEAD_DIM, PAGE, torch.bfloat16)
+    pool = HostPool(layout, layout.pages_for(rows), pin=False)
+    page = torch.randn((heads, 2 * PAGE, 2 * HEAD_DIM), generator=torch.Generator().manual_seed(0)).bfloat16()
+    for layer in range(layers):
+        for number in range(pool.num_pages):
+            start = (layer * 31 + number * 7) % PAGE
+            pool.rows[layer, number] = page[:, start : start + PAGE]
+    return pool
 
 
-def measure(
-    pool: HostPool, bits: int, threads: int, arguments: argparse.Namespace
-) -> list[dict[str, object]]:
-    layout, rows = pool.layout, arguments.rows
+@jit
+def _sum_words(words: np.ndarray) -> int:
+    total = np.uint64(0)
+    for i in range(words.size):
+        total += words[i]
+    return total
+
+
+def read_bandwidth(index: KeyIndex, threads: int) -> float:
+    """Bytes a second at which ``threads`` threads read the codes."""
+    words = index.codes.reshape(-1).view(np.uint64)
+    with ThreadPoolExecutor(threads) as executor:
+        parts = np.array_split(words, threads)
+        return words.nbytes / median_seconds(lambda: list(executor.map(_sum_words, parts)))
+
+
+def scan_paths(tiny: bool) -> list[tuple[str, str]]:
+    """(backend, instruction set), best first."""
+    native = find_native().module
+    isas = [] if native is None else [name for name, why in native.scan_isas().items() if not why]
+    return [*(("native", isa) for isa in isas if tiny or isa != "scalar"), ("numba", "auto")]
+
+
+def scans(pool: HostPool, index: KeyIndex, where: str, threads: list[int], tiny: bool) -> Iterator[Result]:
+    layout, rows = pool.layout, pool.num_pages * PAGE
     pages = np.arange(pool.num_pages, dtype=np.int32)
     token_heads = rows * layout.num_layers * layout.num_kv_heads
-    shape = (layout.num_layers, arguments.queries, layout.num_kv_heads, layout.head_dim)
-    queries = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    lse = np.zeros(shape[:3], dtype=np.float32)
-    vnni = False if arguments.no_vnni else None
-    results = []
-    with KeyIndex(pool, bits) as index, ThreadPoolExecutor(threads) as executor:  # type: ignore[arg-type]
-        selector = Selector(pool, index, arguments.operator, threads, vnni)
-        key_bytes = layout.head_dim * layout.dtype.itemsize
-        index.append_span(pages, 0, rows, executor=executor)
-        if bits < 16:
-            seconds = median_seconds(
-                lambda: index.append_span(pages, 0, rows, executor=executor), arguments.repeats
-            )
-            results.append({"what": "build", "seconds": seconds, "bytes": key_bytes * token_heads})
-        k = max(1, int(rows * arguments.budget))
-        seconds = median_seconds(
-            lambda: selector.select(pages, 0, rows, k, queries, lse, layout.head_dim**-0.5), arguments.repeats
-        )
-        row_bytes = key_bytes if bits == 16 else index.codes.shape[-1] + 4
-        results.append({"what": "select", "seconds": seconds, "bytes": row_bytes * token_heads})
+    for query_rows in (16, 64, 128):
+        shape = (layout.num_layers, query_rows // 4, 4 * layout.num_kv_heads, HEAD_DIM)
+        queries = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+        lse = np.zeros(shape[:3], dtype=np.float32)
+        for number, (backend, isa) in enumerate(scan_paths(tiny)):
+            for count in threads if number == 0 else threads[-1:]:
+                selector = Selector(pool, index, "max", count, backend, isa)  # type: ignore[arg-type]
+                arguments = (pages, 0, rows, rows // 20, queries, lse, HEAD_DIM**-0.5)
+                seconds = median_seconds(lambda: selector.select(*arguments))  # noqa: B023
+                selector.close()
+                yield {
+                    "what": "select",
+                    "where": where,
+                    "path": f"{backend} {selector.isa}",
+                    "bits": index.bits,
+                    "query_rows": query_rows,
+                    "threads": count,
+                    "seconds": seconds,
+                    "token_heads_per_second": token_heads / seconds,
+                    "bytes_per_second": token_heads * index.bytes_per_row / seconds,
+                }
+
+
+def plans(pool: HostPool, threads: int) -> Iterator[Result]:
+    """An update at a block's end: the budget is a twentieth, about a third of it changes."""
+    layout = pool.layout
+    shape = (layout.num_layers, layout.num_kv_heads)
+    prefix = pool.num_pages * PAGE
+    slots = max(3 * BLOCK, prefix // 20)
+    first, last, upto = 4, prefix - 2 * BLOCK, prefix - BLOCK
+    k = slots - first - 2 * BLOCK
+    rng = np.random.default_rng(0)
+    chosen = np.empty((2, *shape, k), dtype=np.int32)
+    for at in np.ndindex(shape):
+        order = first + rng.permutation(last - first)
+        chosen[(0, *at)] = np.sort(order[:k])
+        chosen[(1, *at)] = np.sort(order[k // 3 : k // 3 + k])
+    pages = np.arange(pool.num_pages, dtype=np.int32)
+    geometry = SlotGeometry(3 * slots, 0, slots, slots)
+    empty = np.full((*shape, slots), -1, dtype=np.int32)
+    index = KeyIndex(pool, 16)
+    backends = ["numba"] if find_native().module is None else ["native", "numba"]
+    for backend in backends:
+        # With 16 bits numba scans; the plan is made by the extension all the same.
+        selector = Selector(pool, index, "max", threads, "auto" if backend == "native" else "numba")
+        span = (first, last, upto, pages, BLOCK, False, geometry)
+        held = selector.plan_update(empty, 0, chosen[0], *span).positions
+        seconds = median_seconds(lambda: selector.plan_update(held, slots, chosen[1], *span))  # noqa: B023
+        moved = selector.plan_update(held, slots, chosen[1], *span).arrivals
         selector.close()
-    for result in results:
-        seconds, num_bytes = float(result["seconds"]), int(result.pop("bytes"))  # type: ignore[arg-type, call-overload]
-        result["bits"] = bits
-        result["token_heads_per_second"] = token_heads / seconds
-        result["per_thread"] = token_heads / seconds / threads
-        result["gigabytes_per_second"] = num_bytes / seconds / 1e9
-    return results
+        yield {"what": "plan_update", "path": backend, "threads": threads, "seconds": seconds, "rows": moved}
+
+
+def appends(pool: HostPool, bits: int, threads: int) -> Iterator[Result]:
+    layout = pool.layout
+    rows = torch.randn(layout.num_layers, layout.num_kv_heads, BLOCK, 2 * HEAD_DIM).bfloat16()
+    pages = np.arange(pool.num_pages, dtype=np.int32)
+    backends = ["numba"] if find_native().module is None else ["native", "numba"]
+    for backend in backends:
+        common = {"path": backend, "bits": bits, "threads": threads}
+        index = KeyIndex(pool, bits, threads, backend)  # type: ignore[arg-type]
+        with index, ThreadPoolExecutor(threads) as executor:
+            index.append_block(0, 0, BLOCK)
+            seconds = median_seconds(lambda: index.append_block(0, BLOCK, BLOCK))  # noqa: B023
+            yield {"what": "append_block", **common, "seconds": seconds}
+            span = (pages, 0, pool.num_pages * PAGE)
+            seconds = median_seconds(lambda: index.append_span(*span, executor=executor))  # noqa: B023
+            yield {"what": "append_span", **common, "seconds": seconds}
+    seconds = median_seconds(lambda: pool.write_block(0, BLOCK, rows))
+    yield {"what": "write_block", "path": "torch", "threads": torch.get_num_threads(), "seconds": seconds}
+
+
+def line(result: Result) -> str:
+    text = f"{result['what']:13s} {result['path']:14s} {result['threads']:2d} threads"
+    if result["what"] != "select":
+        return f"{text}  {result['seconds'] * 1e3:8.3f} ms  {result.get('bits', '')}"
+    return (
+        f"{text}  {result['bits']:2d} bits  {result['query_rows']:3d} query rows, {result['where']:8s}"
+        f"{result['seconds'] * 1e3:9.2f} ms  {result['token_heads_per_second'] / 1e9:6.3f} G token-heads/s"
+        f"  {result['bytes_per_second'] / 1e9:6.1f} GB/s"
+    )
+
+
+def measure(tiny: bool) -> Iterator[Result]:
+    cores = usable_cores()
+    threads = sorted({min(count, cores) for count in (8, 14, 16, cores)})
+    sizes = {"in cache": (2, 8, 512) if tiny else (1, 2 * cores, 4096)}
+    sizes["memory"] = (2, 8, 2048) if tiny else (36, 8, 32768)
+    for where, size in sizes.items():
+        with make_pool(*size) as pool:
+            for bits in (8, 4, 1):
+                with KeyIndex(pool, bits) as index:  # type: ignore[arg-type]
+                    index.append_span(np.arange(pool.num_pages, dtype=np.int32), 0, pool.num_pages * PAGE)
+                    if bits == 8:
+                        rate = read_bandwidth(index, threads[-1])
+                        yield {"what": "read", "where": where, "bytes_per_second": rate}
+                    yield from scans(pool, index, where, threads, tiny)
+            if where == "memory":
+                yield from plans(pool, threads[-1])
+                yield from appends(pool, 8, threads[-1])
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    threads = arguments.threads or usable_cores()
-    layout = RowLayout(
-        arguments.layers, arguments.heads, arguments.head_dim, arguments.page_size, DTYPES[arguments.dtype]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    setting = {
-        name: getattr(arguments, name)
-        for name in ("rows", "layers", "heads", "head_dim", "queries", "operator", "page_size", "dtype")
-    }
-    setting |= {"threads": threads, "vnni": HAS_VNNI and not arguments.no_vnni}
-    if not arguments.json:
-        print(", ".join(f"{name} {value}" for name, value in setting.items()))
-    with HostPool(layout, layout.pages_for(arguments.rows), pin=False) as pool:
-        fill(pool)
-        for bits in arguments.bits:
-            for result in measure(pool, bits, threads, arguments):
-                if arguments.json:
-                    print(json.dumps(setting | result))
-                    continue
-                print(
-                    f"{result['what']:6s} {bits:2d} bits  {result['seconds']:8.4f} s  "
-                    f"{result['token_heads_per_second'] / 1e6:8.2f} M token-heads/s  "
-                    f"{result['per_thread'] / 1e6:7.2f} M a thread  "
-                    f"{result['gigabytes_per_second']:6.2f} GB/s"
-                )
+    parser.add_argument("--json", type=Path, help="write machine and figures to this file")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a test of this script")
+    arguments = parser.parse_args()
+    native = find_native()
+    print(native.reason or f"extension: {native.module.scan_isas()}")  # type: ignore[union-attr]
+    results = []
+    for result in measure(arguments.tiny):
+        results.append(result)
+        if result["what"] == "read":
+            print(f"plain read, {result['where']}: {result['bytes_per_second'] / 1e9:.1f} GB/s", flush=True)
+        else:
+            print(line(result), flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"machine": describe(), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python -m bench_longctx.transfer.bench_gather --json gather.json
 
-Measures the zero-copy kernel by blocks, row size and loads in flight, staged transfers by threads that
-pack, and one plain copy of as many bytes, which is the ceiling. Every transfer's rows are compared with
-their source first; a way that delivers wrong rows gets no figure. Rates are medians; the device's other
-streams are idle.
+Measures the zero-copy kernels, one launch a move, by blocks, row size and shared memory, staged transfers
+by threads that pack, and one plain copy of as many bytes, which is the ceiling. Every transfer's rows are
+compared with their source first; a way that delivers wrong rows gets no figure. Rates are medians; the
+device's other streams are idle. What each way costs a block that is being denoised meanwhile:
+`bench_interference`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from bench_longctx import machine
+from bench_longctx.transfer import variants
 from herald.kvstore import HostSlab
 from herald.transfer import RowMove, StagedTransfer, Transfer, ZeroCopyTransfer, verify_rows
 
@@ -36,8 +38,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--move-mib", type=int, default=128, help="bytes of one transfer (default 128)")
     parser.add_argument("--row-bytes", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--threads", type=int, nargs="+", default=[512], help="threads of a block")
+    parser.add_argument("--shared-kib", type=int, nargs="+", default=[32, 200], help="of a block")
     parser.add_argument("--pack-threads", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--unsorted", action="store_true", help="ids in random order")
     parser.add_argument("--repeats", type=int, default=9)
@@ -81,19 +82,18 @@ def run(options: argparse.Namespace, slab: HostSlab, row_bytes: int) -> Iterator
     src = np.random.default_rng(0).choice(len(pool), n, replace=False).astype(np.int64)
     move = RowMove(src if options.unsorted else np.sort(src), np.arange(n, dtype=np.int64))
     yield {"way": "memcpy", "row_bytes": row_bytes, "gb_per_s": measure_copy(pool, arena, options.repeats)}
-    for threads in options.threads:
-        for in_flight in options.in_flight:
-            with ZeroCopyTransfer(pool, arena, threads=threads, in_flight=in_flight) as zero_copy:
-                for blocks in options.blocks:
-                    zero_copy.blocks = blocks
-                    yield {
-                        "way": "zero_copy",
-                        "row_bytes": row_bytes,
-                        "blocks": blocks,
-                        "threads": threads,
-                        "in_flight": in_flight,
-                        "gb_per_s": measure(zero_copy, move, options.repeats),
-                    }
+    shapes = [variants.registers(), *(variants.bulk(kib, row_bytes) for kib in options.shared_kib)]
+    for kernel in shapes:
+        with ZeroCopyTransfer(pool, arena, kernel=kernel, launch_bytes=0) as zero_copy:
+            for blocks in options.blocks:
+                zero_copy.blocks = blocks
+                yield {
+                    "way": f"zero_copy ({kernel.name})",
+                    "row_bytes": row_bytes,
+                    "blocks": blocks,
+                    "shared_bytes": kernel.shared_bytes(row_bytes),
+                    "gb_per_s": measure(zero_copy, move, options.repeats),
+                }
     for pack_threads in options.pack_threads:
         with StagedTransfer(pool, arena, num_threads=pack_threads) as staged:
             yield {

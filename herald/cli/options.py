@@ -159,6 +159,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"prompts decoded together (default: {EngineConfig.max_num_seqs})",
     )
+    add(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        help="replay recorded steps on a GPU (default: yes)",
+    )
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -254,7 +259,11 @@ _OFFLOAD = {
     "transfer": "transfer",
     "num_threads": "num_threads",
 }
-_ENGINE = {"max_model_len": "max_model_len", "max_num_seqs": "max_num_seqs"}
+_ENGINE = {
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "cuda_graphs": "cuda_graphs",
+}
 
 
 def _given(args: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def _write(folder: Path, result: Run, as_json: bool) -> None:
     from herald.profile.summary import summarise
 
     about = {"herald": __version__, **result.facts}
-    summary = summarise(result.spans, result.row_bytes, result.resident_bytes)
+    summary = summarise(result.spans, result.row_bytes, result.resident_bytes, result.kernels)
     report = {"workload": about, "summary": summary.as_json()}
     perfetto.write_trace(folder / "trace.json.gz", result.spans, about)
     (folder / "summary.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -173,11 +173,16 @@ def print_summary(summary: Summary) -> None:
 def lines(summary: Summary) -> list[tuple[str, str]]:
     """Label and value of each line about the whole run."""
     times = summary.overlap
+    device = []
+    if summary.kernel_busy_share is not None and summary.kernels_per_step is not None:
+        device.append(("device busy", f"{summary.kernel_busy_share:.1%} of its time, kernels alone"))
+        device.append(("kernels", f"{summary.kernels_per_step:.0f} a step"))
     return [
         ("prefill", format_seconds(times.prefill_seconds)),
         ("decode", format_seconds(summary.decode_seconds)),
         ("compute busy", f"{summary.compute_busy_share:.1%} of decode"),
         ("forwards", f"{summary.forwards:,} ({summary.forwards_per_step:.2f} a step)"),
+        *device,
         ("selection + transfer", format_seconds(times.selection_and_transfer_seconds)),
         ("of it under forwards", f"{times.overlap_ratio:.1%}"),
         ("bytes moved", format_bytes(summary.bytes_moved)),

@@ -101,17 +101,27 @@ def probe_kernels() -> Finding:
 
 def probe_native() -> Finding:
     """The C++ extension."""
+    from herald.kvstore.native import find_native
+
     try:
         importlib.import_module("herald._native")
     except ImportError as error:
         absent = importlib.util.find_spec("herald._native") is None
         reason = "not built" if absent else f"does not load: {error}"
         advice = (
-            "rows are packed by numba, slower: install g++ and pybind11, "
+            "numba selects and packs rows, slower: install g++ and pybind11, "
             "then reinstall herald-dllm with HERALD_BUILD_EXT=1"
         )
         return Finding("native", {"active": False, "reason": reason}, (f"herald._native {reason}",), advice)
-    return Finding("native", {"active": True, "reason": ""}, ("herald._native is active",))
+    found = find_native()
+    if found.module is None:
+        advice = "rebuild it: reinstall herald-dllm with HERALD_BUILD_EXT=1"
+        return Finding("native", {"active": False, "reason": found.reason}, (found.reason,), advice)
+    isas: dict[str, str] = found.module.scan_isas()
+    scan = found.module.scan_isa()
+    better = [f"not {isa}: {why}" for isa, why in isas.items() if why]
+    text = ", ".join([f"herald._native is active, selection uses {scan}", *better])
+    return Finding("native", {"active": True, "reason": "", "scan_isa": scan, "scan_isas": isas}, (text,))
 
 
 def probe_transfer() -> Finding:

@@ -1,4 +1,4 @@
-"""Page-locked host buffers between a finished block and the pool."""
+"""Page-locked host buffers for what the device sends: finished blocks, queries of a look-ahead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class BounceBuffers:
-    """Host buffers that a finished block's rows land in on their way to the pool. Thread-safe.
+    """Host buffers that copies from the device land in. Thread-safe.
 
     The rows of a block are scattered over the pool's pages; one buffer makes one copy of them.
 
@@ -17,7 +17,7 @@ class BounceBuffers:
         most: free buffers that are kept.
     """
 
-    def __init__(self, most: int = 8) -> None:
+    def __init__(self, most: int = 32) -> None:
         self._free: deque[torch.Tensor] = deque(maxlen=most)
         self._lock = threading.Lock()
 
@@ -25,7 +25,7 @@ class BounceBuffers:
         """A buffer of the shape and dtype of ``rows``, page-locked when they are on a GPU."""
         with self._lock:
             for at, buffer in enumerate(self._free):
-                if buffer.shape == rows.shape:
+                if buffer.shape == rows.shape and buffer.dtype == rows.dtype:
                     del self._free[at]
                     return buffer
         return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)

@@ -9,26 +9,39 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 
 from herald.config import EngineConfig, OffloadConfig
 from herald.decode import StopChecker, request_generator
-from herald.engine.decoder import Decoder
+from herald.engine.blocks import to_device
+from herald.engine.decoder import MAX_UNDER_WAY, Decoder
 from herald.engine.memory import EngineMemory, HostStore
-from herald.engine.prefill import PrefillTask, first_block
+from herald.engine.prefill import PrefillTask, first_block, scores_by
 from herald.engine.request import Phase, Request
 from herald.engine.resident import ResidentSet
 from herald.engine.retriever import Retriever
 from herald.engine.runner import LaneRunner
 from herald.engine.scheduler import Scheduler
 from herald.engine.trace import Trace
-from herald.errors import HostPoolTooSmall, InvalidOption, PromptTooLong, RequestAborted, ResidentSetTooSmall
+from herald.errors import (
+    HostPoolTooSmall,
+    InvalidOption,
+    NonFiniteLogits,
+    PromptTooLong,
+    RequestAborted,
+    ResidentSetTooSmall,
+)
 from herald.models import BlockModel
 from herald.outputs import FinishReason, Progress
 from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
 
 ProgressCallback = Callable[[Progress], None]
+
+# How long `Engine.step` waits for rows before it looks after aborts and new requests again.
+PATIENCE = 0.02
+POLL_SECONDS = 5e-5
 
 
 class Engine:
@@ -43,6 +56,7 @@ class Engine:
 
     Attributes:
         trace: when each part worked.
+        first_scores: by which prefill chooses a request's first set; replaced to compare ways to choose.
         on_retriever: called with each retriever and its store as they are made, so that a test can
             slow them down or break them. None in normal use.
     """
@@ -60,12 +74,13 @@ class Engine:
         self.tokenizer = tokenizer
         self.offload = offload
         self.config = config
-        self.trace = Trace()
+        self.trace = Trace(device=model.device)
         self.memory = EngineMemory(model, offload, poison)
         self.scheduler = Scheduler(config)
-        self.runner = LaneRunner(model, self.memory.arena)
+        self.runner = LaneRunner(model, self.memory.arena, config.cuda_graphs)
         self.retriever: Retriever | None = None
-        self.decoder = Decoder(self.runner, None, self.trace)
+        self.decoder = Decoder(self.runner, None, self.trace, config.max_num_seqs)
+        self.first_scores = scores_by(offload.score_operator)
         self.on_retriever: Callable[[Retriever, HostStore], None] | None = None
         self._requests: dict[str, Request] = {}
         self._ids = itertools.count()
@@ -127,17 +142,25 @@ class Engine:
         news = self.end_aborted()
         news += self._admit()
         news += self._prefill(progress)
+        news += self._settle_done(progress)
+        launched = False
         for group in self.scheduler.decoding():
-            # Who waits for rows does not hold up the others; when all do, there is nothing else to run.
-            batch = [r for r in group if self.decoder.ready(r)] or group
-            self.decoder.step(batch)
-            news += self._advance(batch, progress)
-        return news
+            if len(self.decoder.under_way) >= MAX_UNDER_WAY:
+                break
+            batch = self.decoder.launchable(group)
+            if batch:
+                self.decoder.launch(batch, len(group))
+                launched = True
+                news += self._end_failed(batch)
+        if len(self.decoder.under_way) >= MAX_UNDER_WAY or not launched:
+            self._wait()
+        return news + self._settle_done(progress)
 
     def close(self) -> None:
         """End every request and give all memory back."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._finish(request, "abort")
+        self.decoder.close()
         if self.retriever is not None:
             self.retriever.drain()
             self.retriever.close()
@@ -224,6 +247,7 @@ class Engine:
 
     def _grow(self) -> None:
         """Size arena and pool for as many waiting requests as may run at once, at least for the first."""
+        capacity = self.memory.arena.capacity
         waiting = itertools.islice(self.scheduler.waiting, self.config.max_num_seqs)
         needs = [self._required_memory(request) for request in waiting]
         try:
@@ -231,6 +255,8 @@ class Engine:
         except (HostPoolTooSmall, ResidentSetTooSmall):
             self.memory.ensure(*needs[0])
         finally:
+            if self.memory.arena.capacity != capacity:
+                self.runner.forget_programs()  # they read the rows that were replaced
             self._connect()
 
     def _required_memory(self, request: Request) -> tuple[int, int]:
@@ -251,31 +277,31 @@ class Engine:
             self.retriever = Retriever(store, self.model.softmax_scale, self.trace)
             if self.on_retriever is not None:
                 self.on_retriever(self.retriever, store)
-        self.decoder = Decoder(self.runner, self.retriever, self.trace)
+        self.decoder.planner.retriever = self.retriever
 
     def _start_prefill(self, request: Request) -> None:
         assert request.resident is not None
         device, block = self.model.device, request.block_length
         tokens, masked = first_block(request.prompt_ids, block, self.model.config.mask_token_id)
-        request.tokens = torch.from_numpy(tokens).to(device)
-        request.masked = torch.from_numpy(masked).to(device)
-        request.draft = request.tokens
+        table = self.decoder.table(block)
+        request.slot = table.take(tokens, masked, request.params.confidence_threshold)
         request.block = request.prompt_blocks
+        request.left = int(masked.sum())
         seed = request.params.seed
         if seed is None:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
         request.generator = request_generator(device, seed)
         retriever = self.retriever
-        prefix = torch.tensor(request.prompt_ids[: request.prefix], dtype=torch.int64).to(device)
+        prefix = to_device(np.array(request.prompt_ids[: request.prefix], dtype=np.int64), device)
         request.prefill = PrefillTask(
             self.runner,
             request.resident,
             prefix,
-            request.tokens,
-            request.masked,
+            table.tokens[request.slot],
+            table.masked[request.slot],
             self.config.prefill_chunk,
             None if retriever is None else partial(retriever.store_layer, request),
-            self.offload.score_operator,
+            self.first_scores,
         )
 
     def _prefill(self, progress: ProgressCallback | None) -> list[Request]:
@@ -288,7 +314,7 @@ class Engine:
         total = len(request.prompt_ids) * self.model.config.num_layers
         request.prefill_started = request.prefill_started or time.perf_counter()
         while not task.done and (units is None or units > 0) and not request.abort_requested:
-            with self.trace.span("prefill", request.request_id):
+            with self.trace.device_span("prefill", request.request_id):
                 task.run_unit()
             units = None if units is None else units - 1
             if progress is not None:
@@ -300,63 +326,93 @@ class Engine:
         request.phase = Phase.DECODE
         if request.resident is not None and request.resident.needs_selection(request.prefix):
             request.counters.rows_selected += request.resident.num_rows
-        request.prefilled = time.perf_counter()
-        self.decoder.commit([request], [task.logits])
+        self.decoder.commit_first(request, task.logits)
         if progress is not None:
             progress(Progress(request.request_id, "prefill", total, total))
-        return self._advance([request], progress)
+        return []
 
-    def _advance(self, requests: list[Request], progress: ProgressCallback | None) -> list[Request]:
-        """After a step: close blocks that are finished, end requests, begin the next blocks."""
+    def _settle_done(self, progress: ProgressCallback | None) -> list[Request]:
+        """Read the steps that have run."""
         news = []
-        for request in requests:
-            if request.error is not None:
+        while self.decoder.under_way and self.decoder.under_way[0].report.done():
+            news += self._settle(progress)
+        return news
+
+    def _wait(self) -> None:
+        """Let the host wait for what comes first: the oldest step, or rows that a request waits for.
+
+        Returns at once while a prompt is being prefilled, and after `PATIENCE` seconds in any case.
+        """
+        under_way = self.decoder.under_way
+        if len(under_way) >= MAX_UNDER_WAY:
+            under_way[0].report.wait()
+        elif self.scheduler.prefilling() is None:
+            selecting = [r for r in self.scheduler.running if self.decoder.planner.waits_for_rows(r)]
+            deadline = time.perf_counter() + PATIENCE
+            while selecting and time.perf_counter() < deadline:
+                done = under_way and under_way[0].report.done()
+                if done or not all(self.decoder.planner.waits_for_rows(r) for r in selecting):
+                    break
+                time.sleep(POLL_SECONDS)
+            if under_way and not selecting:
+                under_way[0].report.wait()
+
+    def _settle(self, progress: ProgressCallback | None) -> list[Request]:
+        """Read the oldest step: close blocks that are finished, end requests."""
+        news = []
+        for part, left, tokens in self.decoder.settle(self.decoder.under_way.popleft()):
+            request = part.request
+            if request.phase is Phase.FINISHED:  # it ended while this step was under way
+                continue
+            request.prefilled = request.prefilled or time.perf_counter()
+            if left < 0:
+                request.error = NonFiniteLogits(
+                    f"request {request.request_id}: NaN or infinite logits in block {part.block}",
+                    "check the weights, or use dtype='float32'",
+                )
                 self._finish(request, "abort")
                 news.append(request)
-                continue
-            assert request.tokens is not None and request.masked is not None
-            tokens, masked = request.tokens.tolist(), request.masked.tolist()
-            if self._block_done(request, tokens, masked):
-                self._close_block(request, tokens, masked)
+            elif self._block_done(request, part.block, tokens):
+                self._close_block(request, part.block, tokens)
                 news.append(request)
                 if progress is not None:
                     done, total = len(request.output_ids), request.params.max_tokens
                     progress(Progress(request.request_id, "decode", done, total))
         return news
 
-    def _block_done(self, request: Request, tokens: list[int], masked: list[bool]) -> bool:
-        """No mask is left in the block, or none that could still change the output."""
-        if not any(masked):
-            return True
-        begin = request.prompt_in_block
-        end = min(len(request.prompt_ids) + request.params.max_tokens - request.prefix, len(tokens))
-        for token, open_ in zip(tokens[begin:end], masked[begin:end], strict=True):
-            if open_:
+    def _end_failed(self, requests: list[Request]) -> list[Request]:
+        """End requests whose rows could not be brought."""
+        failed = [request for request in requests if request.error is not None]
+        for request in failed:
+            self._finish(request, "abort")
+        return failed
+
+    def _block_done(self, request: Request, block: int, tokens: list[int]) -> bool:
+        """No mask is left in the block, or none that could still change the output.
+
+        Args:
+            tokens: of the block, -1 where masked.
+        """
+        begin = request.prompt_in_block(block)
+        end = min(len(request.prompt_ids) + request.params.max_tokens - block * len(tokens), len(tokens))
+        for token in tokens[begin:end]:
+            if token < 0:
                 return False
             if token in request.eos_token_ids:
                 return True
         return True
 
-    def _close_block(self, request: Request, tokens: list[int], masked: list[bool]) -> None:
-        """Take a finished block's tokens; end the request or begin its next block."""
-        assert request.tokens is not None and request.masked is not None
-        fresh, open_ = tokens[request.prompt_in_block :], masked[request.prompt_in_block :]
+    def _close_block(self, request: Request, block: int, tokens: list[int]) -> None:
+        """Take a finished block's tokens, -1 where masked; end the request where they say so."""
+        fresh = tokens[request.prompt_in_block(block) :]
         checker = request.checker
-        reason = checker.append(fresh[: open_.index(True)] if True in open_ else fresh)
+        reason = checker.append(fresh[: fresh.index(-1)] if -1 in fresh else fresh)
         request.counters.blocks += 1
         if request.counters.blocks == 1:
             request.first_block_done = time.perf_counter()
         request.output_ids, request.text = list(checker.token_ids), checker.text
         if reason is not None:
             self._finish(request, reason)
-            return
-        request.closed = request.tokens
-        request.block += 1
-        request.step = 0
-        mask_id = self.model.config.mask_token_id
-        request.tokens = torch.full_like(request.closed, mask_id)
-        request.masked = torch.ones_like(request.masked)
-        request.draft = request.tokens
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request and give back what it holds, now or once nothing on its way can touch it."""
@@ -364,6 +420,7 @@ class Engine:
         request.finished_at = time.perf_counter()
         request.prefill = None
         self.scheduler.remove(request)
+        self.decoder.release(request)
         with self._lock:
             self._requests.pop(request.request_id, None)
         if self.retriever is not None:

@@ -15,6 +15,7 @@ from herald.kvstore import HostPool, KeyIndex, RowLayout, choose_page_size
 from herald.models import BlockModel
 from herald.select import Selector
 from herald.transfer import Transfer, make_transfer
+from herald.transfer.streams import DeviceStreams
 
 
 class HostStore:
@@ -26,6 +27,7 @@ class HostStore:
         arena: destination of transfers.
         config: offload options.
         pin: register the pool with CUDA.
+        streams: of the arena's device.
 
     Attributes:
         transfer_why: why ``transfer="auto"`` could not take the fastest way, or "".
@@ -35,9 +37,16 @@ class HostStore:
     """
 
     def __init__(
-        self, layout: RowLayout, num_pages: int, arena: DeviceArena, config: OffloadConfig, pin: bool
+        self,
+        layout: RowLayout,
+        num_pages: int,
+        arena: DeviceArena,
+        config: OffloadConfig,
+        pin: bool,
+        streams: DeviceStreams,
     ) -> None:
         self.layout = layout
+        self.streams = streams
         self.config = config
         self.num_threads = config.num_threads or usable_cores()
         self.pool = HostPool(layout, num_pages, pin)
@@ -61,6 +70,7 @@ class HostStore:
             arena.flat_rows,
             arena.rows.device,
             self.num_threads,
+            self.streams,
         )
 
     def disconnect(self) -> None:
@@ -102,6 +112,7 @@ class EngineMemory:
             shape.num_layers, shape.num_kv_heads, shape.head_dim, 0, model.dtype, model.device, poison
         )
         self.store: HostStore | None = None
+        self._streams = DeviceStreams(model.device)
 
     def pages_for(self, positions: int) -> int:
         """Pages that hold ``positions`` token positions; 0 without offload."""
@@ -156,7 +167,7 @@ class EngineMemory:
         fixed = self.config.host_memory_bytes // self.layout.page_bytes
         pin = self.model.device.type == "cuda"
         try:
-            return HostStore(self.layout, fixed or pages, self.arena, self.config, pin)
+            return HostStore(self.layout, fixed or pages, self.arena, self.config, pin, self._streams)
         except HostPoolTooSmall as error:
             raise HostPoolTooSmall(
                 f"{error.problem} (for {pages * self.layout.page_size:,} tokens of "

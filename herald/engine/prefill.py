@@ -19,7 +19,24 @@ from herald.engine.runner import LaneRunner
 from herald.transfer import Ticket
 from herald_kernels import prefill_attention, resident_attention, score_rows
 
+# Log-sum-exp given to queries of known positions: no row gets a score from them.
+NO_VOTE = 1e30
+
 StoreLayer = Callable[[int, torch.Tensor], Ticket]
+# (q [B, heads, head_dim], lse [B, heads], rows [kv_heads, n, 2 * head_dim], scale, span that is chosen from)
+# -> float32 [kv_heads, n]; see `herald_kernels.score_rows`.
+FirstScores = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, tuple[int, int]], torch.Tensor]
+
+
+def scores_by(operator: str) -> FirstScores:
+    """Exact scores of all rows, by an operator of `OffloadConfig`."""
+
+    def scores(
+        q: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, scale: float, span: tuple[int, int]
+    ) -> torch.Tensor:
+        return score_rows(q, lse, rows, scale, operator)
+
+    return scores
 
 
 class PrefillTask:
@@ -34,7 +51,7 @@ class PrefillTask:
         chunk: positions of a unit, rounded down to whole blocks.
         store_layer: called with (layer, rows [kv_heads, n, 2 * head_dim]) when a layer's KV is whole;
             copies it to the host and returns the copy's ticket. None without offload.
-        operator: of the scores, "max" or "sum".
+        scores: of the rows of a layer, by which the first set is chosen.
     """
 
     def __init__(
@@ -46,13 +63,13 @@ class PrefillTask:
         masked: torch.Tensor,
         chunk: int,
         store_layer: StoreLayer | None,
-        operator: str,
+        scores: FirstScores,
     ) -> None:
         self.runner = runner
         self.model = runner.model
         self.resident = resident
         self.masked = masked
-        self.operator = operator
+        self.scores = scores
         self.store_layer = store_layer
         self.prefix = prefix_tokens.numel()
         self.block_length = block_tokens.numel()
@@ -142,7 +159,8 @@ class PrefillTask:
             return everything.expand(rows.shape[0], -1)
         first, last, _ = resident.candidates(self.prefix)
         scale = self.model.softmax_scale
-        scores = score_rows(q[self.masked], lse[self.masked], rows, scale, self.operator)
+        asking = lse.masked_fill(~self.masked.unsqueeze(1), NO_VOTE)
+        scores = self.scores(q, asking, rows, scale, (first, last))
         scores[:, :first] = float("inf")
         scores[:, last:] = float("inf")
         return torch.topk(scores, size, dim=1, sorted=False).indices.sort(dim=1).values

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from herald.decode import StopChecker
+from herald.decode import StopChecker, quota
 from herald.errors import HeraldError
 from herald.outputs import FinishReason
 from herald.sampling_params import SamplingParams
@@ -56,11 +58,18 @@ class Request:
 
     Attributes:
         checker: takes the tokens of finished blocks and says when the output is complete.
-        tokens: int64 [B] on the device, the current block; masked: bool [B], what is still to decode.
-        draft: int64 [B], arg-max tokens of the last step where masked, the committed ones elsewhere.
-        closed: int64 [B], the finished block before the current one while its final KV is not computed.
-        selection: the look-ahead or late selection that is under way.
+        slot: of the block table; -1 before it has one.
+        block, step: the block being denoised and the steps of it that were launched.
+        left: its masked positions after those steps. Exact without a threshold; with one, as of the last
+            report that was read, and 0 only when no position is masked.
+        plain_until: steps of the block below this one have neither look-ahead nor refresh, and find nothing
+            to apply: they differ from the step before in their quota only.
+        unread: launched steps whose reports were not read yet.
+        waits_since: when the device had done all steps of a request that cannot go on without its rows.
+        selection: the look-ahead, boundary or late selection that is under way.
+        missed: selections that were given up; their rows may still be on the way.
         selected_block: the last block whose selection was applied.
+        stored: the last job that stores or indexes rows of the request; a selection comes after it.
         store_error: what went wrong when rows were stored or indexed; the next selection raises it.
         output_ids: tokens of finished blocks, cut where the output ends.
     """
@@ -88,14 +97,17 @@ class Request:
     prefill: PrefillTask | None = None
     generator: torch.Generator | None = None
 
+    slot: int = -1
     block: int = 0
     step: int = 0
+    left: int = 0
+    plain_until: int = 0
+    unread: int = 0
+    waits_since: float | None = None
     selected_block: int = -1
-    tokens: torch.Tensor | None = None
-    masked: torch.Tensor | None = None
-    draft: torch.Tensor | None = None
-    closed: torch.Tensor | None = None
     selection: Selection | None = None
+    missed: list[Selection] = field(default_factory=list)
+    stored: Future[None] | None = None
     store_error: BaseException | None = None
 
     output_ids: list[int] = field(default_factory=list)
@@ -127,7 +139,26 @@ class Request:
         """Positions before the current block."""
         return self.block * self.block_length
 
+    @cached_property
+    def quotas(self) -> list[int]:
+        """Positions that each step of a block commits at least."""
+        return quota(self.block_length, self.params.denoising_steps)
+
     @property
-    def prompt_in_block(self) -> int:
-        """Prompt tokens at the head of the current block."""
-        return min(max(len(self.prompt_ids) - self.prefix, 0), self.block_length)
+    def step_quota(self) -> int:
+        """Positions that the next step commits at least."""
+        return self.quotas[min(self.step, len(self.quotas) - 1)]
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the host knows how many positions a step commits before it has run."""
+        return self.params.confidence_threshold is None
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether what a block says can end the request before its last block."""
+        return bool(self.eos_token_ids or self.params.stop)
+
+    def prompt_in_block(self, block: int) -> int:
+        """Prompt tokens at the head of a block."""
+        return min(max(len(self.prompt_ids) - block * self.block_length, 0), self.block_length)

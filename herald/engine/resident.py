@@ -18,7 +18,7 @@ import torch
 
 from herald.config import OffloadConfig
 from herald.engine.arena import DeviceArena
-from herald.errors import ResidentSetTooSmall
+from herald.select import Plan, SlotGeometry
 from herald.transfer import Ticket
 from herald_kernels import copy_rows
 
@@ -29,23 +29,13 @@ class SetUpdate:
 
     Attributes:
         version: of the resident set it was computed against.
-        prefix: positions the set will stand for once the block's own rows are written.
-        positions: int32 [layers, kv_heads, a_max], arriving positions, -1 padded.
-        slots: int32 [layers, kv_heads, a_max], where they go.
-        counts: int32 [layers, kv_heads].
-        free_slots: int32 [layers, kv_heads, B or 0], for the finished block's own rows.
+        plan: which rows arrive, where, and which slots take the finished block's own rows.
         ticket: of the transfer that fills the staging rows; None when nothing arrives.
-        moved: rows that travel.
     """
 
     version: int
-    prefix: int
-    positions: np.ndarray
-    slots: np.ndarray
-    counts: np.ndarray
-    free_slots: np.ndarray
+    plan: Plan
     ticket: Ticket | None
-    moved: int
 
 
 def set_size(config: OffloadConfig, block_length: int, prefix: int) -> int:
@@ -73,7 +63,7 @@ def staging_rows(config: OffloadConfig, block_length: int, first_prefix: int, la
         wanted = set_size(config, block_length, prefix + block_length) - block_length
         absent = prefix - set_size(config, block_length, prefix) if config.difference_only else prefix
         most = max(most, min(wanted, absent))
-    if config.on_late == "proceed":
+    if config.on_late == "proceed" or config.refresh_step:
         for late in range(first_prefix + block_length, last_prefix + 1, block_length):
             size = set_size(config, block_length, late)
             most = max(most, min(size, late - size) if config.difference_only else size)
@@ -109,11 +99,11 @@ class ResidentSet:
         self.length = 0
         self.version = 0
         self.prefix = 0
-        self.lock = threading.Lock()
-        num_layers, num_kv_heads = arena.rows.shape[:2]
-        self.slot_positions = np.full((num_layers, num_kv_heads, self.num_slots), -1, dtype=np.int32)
-        base = np.arange(num_layers * num_kv_heads, dtype=np.int64) * arena.capacity + start
-        self._base = base.reshape(num_layers, num_kv_heads, 1)  # arena row of slot 0, per layer and head
+        self._shape = arena.rows.shape[:2]
+        self._lock = threading.Lock()
+        self._positions = np.full((*self._shape, self.num_slots if config.enabled else 0), -1, dtype=np.int32)
+        self._first_set: list[torch.Tensor] = []
+        self._first_copy: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self._released = False
 
     @staticmethod
@@ -133,7 +123,22 @@ class ResidentSet:
     @property
     def num_rows(self) -> int:
         """Resident rows over all layers and KV heads."""
-        return self.length * self.slot_positions.shape[0] * self.slot_positions.shape[1]
+        return self.length * self._shape[0] * self._shape[1]
+
+    @property
+    def geometry(self) -> SlotGeometry:
+        """Where the set lies in the arena."""
+        return SlotGeometry(self.arena.capacity, self.row_start, self.num_slots, self.num_staging)
+
+    def snapshot(self) -> tuple[int, int, np.ndarray]:
+        """(version, length, positions): the set as a plan is made against it. Thread-safe.
+
+        ``positions`` int32 [layers, kv_heads, S]: position of the row in each slot; -1, or anything at or
+        above ``length``, for none. It is replaced, not changed, except at slots above ``length``.
+        """
+        with self._lock:
+            self._read_first_set()
+            return self.version, self.length, self._positions
 
     def size_for(self, prefix: int) -> int:
         """T(prefix), the rows a KV head keeps resident."""
@@ -151,20 +156,6 @@ class ResidentSet:
         first = min(self.config.sink_rows, last)
         return first, last, min(self.size_for(prefix) - (prefix - last) - first, last - first)
 
-    def target(self, prefix: int, selected: np.ndarray, upto: int) -> np.ndarray:
-        """Positions of the whole set below ``upto``: sinks, selection, window. int32, ascending.
-
-        Args:
-            prefix: positions the selection was made for.
-            selected: int32 [layers, kv_heads, k], ascending.
-            upto: first position that is not to be part of the result.
-        """
-        first, last, _ = self.candidates(prefix)
-        shape = selected.shape[:2]
-        sinks = np.broadcast_to(np.arange(first, dtype=np.int32), (*shape, first))
-        recent = np.arange(last, upto, dtype=np.int32)
-        return np.concatenate([sinks, selected, np.broadcast_to(recent, (*shape, recent.size))], axis=2)
-
     def fill(self, layer: int, rows: torch.Tensor, positions: torch.Tensor, prefix: int) -> None:
         """Write one layer's first set, straight from that layer's KV on the device.
 
@@ -172,13 +163,31 @@ class ResidentSet:
             rows: [kv_heads, n, 2 * head_dim], the layer's KV.
             positions: int64 [kv_heads, T(prefix)], ascending, on the same device.
         """
-        count = positions.shape[1]
-        slots = self.arena.rows[layer, :, self.row_start : self.row_start + count]
+        slots = self.arena.rows[layer, :, self.row_start : self.row_start + positions.shape[1]]
         index = positions.unsqueeze(2).expand(-1, -1, rows.shape[2])
         slots.copy_(torch.gather(rows, 1, index))
-        self.slot_positions[layer, :, :count] = positions.cpu().numpy()
-        self.length = count
+        self._first_set.append(positions.to(torch.int32))
+        if len(self._first_set) == self._shape[0]:
+            self.adopt(torch.stack(self._first_set), prefix)
+            self._first_set.clear()
+
+    def adopt(self, positions: torch.Tensor, prefix: int) -> None:
+        """Take the rows that the first slots hold as the set for ``prefix`` positions.
+
+        Args:
+            positions: int32 [layers, kv_heads, T(prefix)] on any device, ascending. They reach the host when
+                somebody asks for them.
+        """
+        self.length = positions.shape[2]
         self.prefix = prefix
+        event = None
+        if positions.is_cuda:
+            host = torch.empty(positions.shape, dtype=positions.dtype, pin_memory=True)
+            host.copy_(positions, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            positions = host
+        self._first_copy = positions, event
 
     def layer_view(self, layer: int) -> torch.Tensor:
         """The layer's slots ``[kv_heads, S, 2 * head_dim]`` (dense prefill writes its KV here)."""
@@ -186,23 +195,7 @@ class ResidentSet:
 
     def mark_dense(self, prefix: int) -> None:
         """The first ``prefix`` slots hold positions 0, 1, ... in order, in every layer and head."""
-        self.slot_positions[:, :, :prefix] = np.arange(prefix, dtype=np.int32)
         self.length = self.prefix = prefix
-
-    def staging_ids(self, counts: np.ndarray) -> np.ndarray:
-        """Flat arena rows of the staging area in (layer, head, order) order: int64 [sum(counts)]."""
-        most = int(counts.max(initial=0))
-        if most > self.num_staging:
-            raise ResidentSetTooSmall(
-                f"{most} rows arrive for {self.num_staging} staging rows", "report this: the bound is wrong"
-            )
-        order = np.arange(most, dtype=np.int64)
-        ids = self._base + self.num_slots + order
-        return ids[order < counts[:, :, None]]
-
-    def slot_ids(self, slots: np.ndarray) -> np.ndarray:
-        """Flat arena rows of ``slots`` (int32 [layers, kv_heads, m], -1 padding left out)."""
-        return (self._base + slots)[slots >= 0]
 
     def apply(self, update: SetUpdate, check: Callable[[], None] | None = None) -> None:
         """Put arrived rows into their slots. The one place where a staged row is read.
@@ -213,60 +206,72 @@ class ResidentSet:
             update: made against this version of the set.
             check: compares the staged rows with what was sent, before they are copied.
         """
-        with self.lock:
+        with self._lock:
             if update.version != self.version:
                 raise ValueError(f"update of version {update.version} against version {self.version}")
             if update.ticket is not None:
                 update.ticket.wait_device()
                 if check is not None:
                     check()
-                source = self.staging_ids(update.counts)
-                self._copy(self.slot_ids(update.slots), self.arena.flat_rows, source)
-                layers, heads, order = np.nonzero(update.slots >= 0)
-                slots = update.slots[layers, heads, order]
-                self.slot_positions[layers, heads, slots] = update.positions[layers, heads, order]
+                staging, slots = update.ticket.device_rows()
+                copy_rows(self.arena.flat_rows, slots, self.arena.flat_rows, staging)
                 if self.arena.poison:
                     begin = self.row_start + self.num_slots
                     self.arena.rows[:, :, begin : begin + self.num_staging].fill_(float("nan"))
+            self._positions = update.plan.positions
             self.version += 1
 
-    def append_block(self, rows: torch.Tensor, free_slots: np.ndarray, prefix: int) -> None:
+    def append_block(self, rows: torch.Tensor, free_rows: torch.Tensor | None, prefix: int) -> None:
         """Write a finished block's final KV into the slots kept for it.
 
         Args:
             rows: [layers, kv_heads, B, 2 * head_dim] on the device.
-            free_slots: int32 [layers, kv_heads, B].
+            free_rows: int64 [layers * kv_heads * B], flat arena rows; None where the set is the whole prefix
+                and the block takes the next B slots.
             prefix: positions before and in the block.
         """
-        with self.lock:
-            source = rows.reshape(-1, rows.shape[-1])
-            self._copy(self.slot_ids(free_slots), source, np.arange(source.shape[0], dtype=np.int64))
-            block = np.arange(prefix - self.block_length, prefix, dtype=np.int32)
-            np.put_along_axis(
-                self.slot_positions, free_slots, np.broadcast_to(block, free_slots.shape), axis=2
-            )
+        with self._lock:
+            if free_rows is None:
+                begin = self.row_start + self.length
+                self.arena.rows[:, :, begin : begin + self.block_length].copy_(rows)
+                block = np.arange(prefix - self.block_length, prefix, dtype=np.int32)
+                if self.config.enabled:
+                    self._read_first_set()
+                    self._positions[:, :, self.length : self.length + self.block_length] = block
+            else:
+                copy_rows(self.arena.flat_rows, free_rows, rows.view(-1, rows.shape[-1]), None)
             self.length = self.size_for(prefix)
             self.prefix = prefix
             self.version += 1
 
-    def slots_without_selection(self, prefix: int) -> np.ndarray:
-        """Slots for block [prefix - B, prefix) when no selection says which rows leave.
+    def slide_window(self, prefix: int) -> np.ndarray:
+        """Flat arena rows for block [prefix - B, prefix) when no selection says which rows leave.
 
-        The rows that just fell out of the recent window leave (the highest positions below it): the
-        window slides and what was selected before stays. A set that still is the whole prefix only
-        grows.
+        The rows that just fell out of the recent window leave (the highest positions below it): what was
+        selected before stays. The block's positions are entered at once.
 
         Returns:
-            int32 [layers, kv_heads, B].
+            int64 [layers * kv_heads * B], for `append_block`.
         """
+        with self._lock:
+            self._read_first_set()
+            slots = self._leaving_slots(prefix)
+            block = np.arange(prefix - self.block_length, prefix, dtype=np.int32)
+            positions = self._positions.copy()
+            np.put_along_axis(positions, slots, np.broadcast_to(block, slots.shape), axis=2)
+            self._positions = positions
+            heads = np.arange(self._shape[0] * self._shape[1], dtype=np.int64)
+            base = heads.reshape(*self._shape, 1) * self.arena.capacity + self.row_start
+            return (base + slots).reshape(-1)
+
+    def _leaving_slots(self, prefix: int) -> np.ndarray:
         grown = self.size_for(prefix) - self.length
-        shape = self.slot_positions.shape[:2]
         fresh = np.arange(self.length, self.length + grown, dtype=np.int32)
-        fresh = np.broadcast_to(fresh, (*shape, grown))
+        fresh = np.broadcast_to(fresh, (*self._shape, grown))
         leave = self.block_length - grown
         if leave == 0:
             return fresh
-        held = self.slot_positions[:, :, : self.length]
+        held = self._positions[:, :, : self.length]
         first, last, _ = self.candidates(prefix)
         rank = np.where((held >= first) & (held < last), held, -1)
         leaving = np.argsort(-rank, axis=2, kind="stable")[:, :, :leave].astype(np.int32)
@@ -278,7 +283,11 @@ class ResidentSet:
             self._released = True
             self.arena.release(self.row_start, self.num_slots + self.num_staging)
 
-    def _copy(self, dst_rows: np.ndarray, src: torch.Tensor, src_rows: np.ndarray) -> None:
-        device = self.arena.rows.device
-        to = torch.from_numpy(dst_rows).to(device)
-        copy_rows(self.arena.flat_rows, to, src, torch.from_numpy(src_rows).to(device))
+    def _read_first_set(self) -> None:
+        if self._first_copy is None:
+            return
+        positions, event = self._first_copy
+        if event is not None:
+            event.synchronize()
+        self._positions[:, :, : positions.shape[2]] = positions.numpy()
+        self._first_copy = None

@@ -1,8 +1,9 @@
 """Look-ahead retrieval: keeps the host side of every request and brings the rows a block needs.
 
-One background thread does the CPU work in order: rows that arrive from the device are indexed before
-a selection that may need them scans. A selection becomes a difference against the request's resident
-set, and the difference a transfer into its staging rows; the engine applies it at a block boundary.
+Two background threads do the CPU work, each in order: one stores and indexes rows that arrive from the
+device, one selects. A selection waits until what its request stored before is indexed, then becomes a
+difference against the request's resident set, and the difference a transfer into its staging rows; the
+engine applies it at a block boundary.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import numpy as np
 import torch
 
 from herald.engine.bounce import BounceBuffers
-from herald.engine.lanes import Capture
 from herald.engine.memory import HostStore
 from herald.engine.request import Request
-from herald.engine.resident import ResidentSet, SetUpdate, window_rows
+from herald.engine.resident import SetUpdate
 from herald.engine.trace import Span, Trace
-from herald.select import BackgroundWorker, difference
+from herald.kvstore.row_values import as_numpy
+from herald.select import BackgroundWorker, SlotGeometry
 from herald.transfer import RowMove, Ticket, verify_rows
 
 
@@ -75,6 +76,7 @@ class Retriever:
         self.trace = trace
         self.delay: Callable[[], None] | None = None
         self._worker = BackgroundWorker("herald-select")
+        self._storer = BackgroundWorker("herald-store")
         self._indexers = ThreadPoolExecutor(store.num_threads, thread_name_prefix="herald-index")
         self._bounce = BounceBuffers()
         self._worker.submit(self._warm_up)
@@ -82,6 +84,7 @@ class Retriever:
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""
         self._worker.close()
+        self._storer.close()
         self._indexers.shutdown()
 
     def store_layer(self, request: Request, layer: int, rows: torch.Tensor) -> Ticket:
@@ -111,7 +114,7 @@ class Retriever:
         append = partial(
             self.store.index.append_span, pages, 0, n, layers=(layer, layer + 1), executor=self._indexers
         )
-        self._worker.submit(self._index, request, ticket, append)
+        request.stored = self._storer.submit(self._index, request, ticket, append)
         return ticket
 
     def store_block(self, request: Request, rows: torch.Tensor, prefix: int) -> None:
@@ -127,18 +130,32 @@ class Retriever:
         start = prefix - request.block_length
         page, offset = divmod(start, self.store.layout.page_size)
         append = partial(self._append_block, buffer, int(request.pages[page]), offset)
-        self._worker.submit(self._index, request, ticket, append, start // request.block_length)
+        request.stored = self._storer.submit(
+            self._index, request, ticket, append, start // request.block_length
+        )
 
-    def select(self, request: Request, capture: Capture, block: int, own_rows_due: bool) -> Selection:
+    def select(
+        self, request: Request, queries: torch.Tensor, lse: torch.Tensor, block: int, own_rows_due: bool
+    ) -> Selection:
         """Start the selection for a block of a request.
 
         Args:
-            capture: queries of the block's lane, every position of it masked.
+            queries: [layers, B, heads, head_dim] of the block's lane, every position of it masked; on the
+                device, unchanged from now on.
+            lse: float32 [layers, B, heads], their log-sum-exps.
             block: index of the block.
             own_rows_due: see `Selection`; false for the block that is being denoised already.
         """
         prefix = block * request.block_length
-        positions = self._worker.submit(self._choose, request, capture, prefix, block)
+        if queries.dtype == torch.float16:  # the CPU reads float32 and bfloat16
+            queries = queries.float()
+        source = (queries, lse)
+        if queries.is_cuda:
+            host = (self._bounce.take(queries), self._bounce.take(lse))
+            ticket = self.store.transfer.write_back(source, host, after=_event(queries))
+        else:
+            host, ticket = source, None
+        positions = self._worker.submit(self._choose, request, host, ticket, request.stored, prefix, block)
         update = self._worker.submit(self._bring, request, positions, prefix, own_rows_due)
         return Selection(prefix, block, positions, update, own_rows_due)
 
@@ -153,6 +170,7 @@ class Retriever:
 
     def drain(self) -> None:
         """Wait for everything submitted so far."""
+        self._storer.submit(lambda: None).result()
         self._worker.submit(lambda: None).result()
 
     def _warm_up(self) -> None:
@@ -161,35 +179,54 @@ class Retriever:
         shape = (layout.num_layers, layout.num_kv_heads)
         page, one = np.zeros(1, dtype=np.int32), np.zeros((*shape, 1), dtype=np.int32)
         queries = np.zeros((shape[0], 1, shape[1], layout.head_dim), dtype=np.float32)
-        self.store.selector.select(page, 0, layout.page_size, 1, queries, queries[..., 0], self.scale)
-        difference(one, 1, one, 0)
+        selector = self.store.selector
+        selector.select(page, 0, layout.page_size, 1, queries, queries[..., 0], self.scale)
+        selector.plan_update(one, 1, one, 0, 1, 1, page, 0, False, SlotGeometry(1, 0, 1, 0))
 
     def _release(self, request: Request) -> None:
-        selection, request.selection = request.selection, None
+        selections, request.selection = [*request.missed, request.selection], None
         try:
-            if selection is not None and selection.update.exception() is None:
-                ticket = selection.update.result().ticket
-                if ticket is not None:
-                    ticket.wait_host()
+            for selection in selections:
+                if selection is not None and selection.update.exception() is None:
+                    ticket = selection.update.result().ticket
+                    if ticket is not None and not ticket.failed:
+                        ticket.wait_host()
         finally:
+            if request.stored is not None:
+                request.stored.exception()
             if request.pages is not None:
                 self.store.pool.allocator.release(request.pages)
             if request.resident is not None:
                 request.resident.release()
 
-    def _choose(self, request: Request, capture: Capture, prefix: int, block: int) -> np.ndarray:
+    def _choose(
+        self,
+        request: Request,
+        host: tuple[torch.Tensor, torch.Tensor],
+        ticket: Ticket | None,
+        stored: Future[None] | None,
+        prefix: int,
+        block: int,
+    ) -> np.ndarray:
         assert request.resident is not None and request.pages is not None
-        if request.store_error is not None:
-            raise request.store_error
-        if capture.ready is not None:
-            capture.ready.synchronize()
-        if self.delay is not None:
-            self.delay()
-        start = time.perf_counter()
-        first, last, k = request.resident.candidates(prefix)
-        queries, lse = capture.queries.numpy(), capture.lse.numpy()
-        positions = self.store.selector.select(request.pages, first, last, k, queries, lse, self.scale)
-        end = time.perf_counter()
+        try:
+            if ticket is not None:
+                ticket.wait_host()
+            if stored is not None:
+                stored.result()
+            if request.store_error is not None:
+                raise request.store_error
+            if self.delay is not None:
+                self.delay()
+            start = time.perf_counter()
+            first, last, k = request.resident.candidates(prefix)
+            queries, lse = as_numpy(host[0]), host[1].numpy()
+            positions = self.store.selector.select(request.pages, first, last, k, queries, lse, self.scale)
+            end = time.perf_counter()
+        finally:
+            if ticket is not None:
+                for buffer in host:
+                    self._bounce.give_back(buffer)
         scanned = self.store.selector.bytes_scanned(first, last, k)
         at = (request.request_id, block)
         self.trace.add(Span("selection", start, end, *at, rows=positions.size, bytes=scanned))
@@ -204,31 +241,29 @@ class Retriever:
         resident = request.resident
         assert resident is not None and request.pages is not None
         chosen = positions.result()
-        with resident.lock:
-            due = request.block_length if own_rows_due else 0
-            target = resident.target(prefix, chosen, prefix - due)
-            arrivals, slots, counts, free = difference(
-                resident.slot_positions, resident.length, np.ascontiguousarray(target), due
-            )
-            if not self.store.config.difference_only:
-                arrivals, slots, counts = add_kept_rows(resident, target, arrivals, slots, counts, prefix)
-            update = SetUpdate(
-                resident.version, prefix, arrivals, slots, counts, free, None, int(counts.sum())
-            )
-        if update.moved == 0:
-            return update
-        move = self._move(request, resident, arrivals, counts)
+        first, last, _ = resident.candidates(prefix)
+        version, length, held = resident.snapshot()
+        due = request.block_length if own_rows_due else 0
+        plan = self.store.selector.plan_update(
+            held,
+            length,
+            chosen,
+            first,
+            last,
+            prefix - due,
+            request.pages,
+            due,
+            not self.store.config.difference_only,
+            resident.geometry,
+        )
+        moved = len(plan.src_rows)
+        if moved == 0:
+            return SetUpdate(version, plan, None)
+        move = RowMove(plan.src_rows, plan.staging_rows, plan.slot_rows)
         ticket = self.store.transfer.submit(move)
-        request.counters.rows_moved += update.moved
-        request.counters.bytes_moved += update.moved * self.store.layout.row_bytes
-        return SetUpdate(update.version, prefix, arrivals, slots, counts, free, ticket, update.moved)
-
-    def _move(
-        self, request: Request, resident: ResidentSet, arrivals: np.ndarray, counts: np.ndarray
-    ) -> RowMove:
-        assert request.pages is not None
-        src = self.store.pool.row_ids_all(request.pages, arrivals)
-        return RowMove(src[arrivals >= 0], resident.staging_ids(counts))
+        request.counters.rows_moved += moved
+        request.counters.bytes_moved += moved * self.store.layout.row_bytes
+        return SetUpdate(version, plan, ticket)
 
     def verify(self, request: Request, update: SetUpdate) -> None:
         """Compare staged rows with their source (checksum mode).
@@ -239,7 +274,7 @@ class Retriever:
         if update.ticket is None or request.resident is None:
             return
         update.ticket.wait_host()
-        move = self._move(request, request.resident, update.positions, update.counts)
+        move = RowMove(update.plan.src_rows, update.plan.staging_rows)
         verify_rows(move, self.store.pool.flat_rows, request.resident.arena.flat_rows)
 
     def _index(self, request: Request, ticket: Ticket, append: Callable[[], None], block: int = -1) -> None:
@@ -255,44 +290,9 @@ class Retriever:
             request.store_error = error
 
     def _append_block(self, buffer: torch.Tensor, page: int, offset: int) -> None:
-        count = buffer.shape[2]
-        self.store.pool.rows[:, page, :, offset : offset + count].copy_(buffer)
+        self.store.pool.write_block(page, offset, buffer)
+        self.store.index.append_block(page, offset, buffer.shape[2])
         self._bounce.give_back(buffer)
-        self.store.index.append_block(page, offset, count)
-
-
-def add_kept_rows(
-    resident: ResidentSet,
-    target: np.ndarray,
-    arrivals: np.ndarray,
-    slots: np.ndarray,
-    counts: np.ndarray,
-    prefix: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Make rows that stay travel too, each into the slot it has (``difference_only=False``).
-
-    Rows of the recent window are left out: they come from the device and may not be in the pool yet.
-
-    Args:
-        target: int32 [layers, kv_heads, m], ascending.
-        arrivals, slots, counts: a difference; see `herald.select.difference`.
-    """
-    last = prefix - window_rows(resident.config, resident.block_length)
-    shape = counts.shape
-    most = target.shape[2]
-    all_positions = np.full((*shape, most), -1, dtype=np.int32)
-    all_slots = np.full((*shape, most), -1, dtype=np.int32)
-    all_counts = np.zeros(shape, dtype=np.int32)
-    for layer, head in np.ndindex(shape):
-        held = resident.slot_positions[layer, head, : resident.length]
-        kept = np.nonzero(np.isin(held, target[layer, head]) & (held < last))[0]
-        count = counts[layer, head]
-        positions = np.concatenate([held[kept], arrivals[layer, head, :count]])
-        where = np.concatenate([kept.astype(np.int32), slots[layer, head, :count]])
-        all_positions[layer, head, : positions.size] = positions
-        all_slots[layer, head, : positions.size] = where
-        all_counts[layer, head] = positions.size
-    return all_positions, all_slots, all_counts
 
 
 def page_runs(pages: np.ndarray) -> list[tuple[int, int]]:

@@ -2,73 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 
 from herald.engine.arena import DeviceArena
-from herald.engine.lanes import Capture, ForwardResult, Lane, LaneTensors
+from herald.engine.blocks import BlockTable
+from herald.engine.lanes import StepShape
+from herald.engine.program import StepProgram
 from herald.models import BlockModel
-from herald_kernels import qk_norm_rope, resident_attention
+from herald_kernels import qk_norm_rope
 
 
 class LaneRunner:
-    """Forwards over lanes.
+    """Projections of any positions, and the programs of steps.
 
     Args:
         model: the model whose layers run.
-        arena: holds the resident sets that the lanes attend to.
+        arena: holds the resident sets that lanes attend to.
+        use_graphs: record every program as a CUDA graph and replay it; False runs it kernel by kernel.
     """
 
-    def __init__(self, model: BlockModel, arena: DeviceArena) -> None:
+    def __init__(self, model: BlockModel, arena: DeviceArena, use_graphs: bool = True) -> None:
         self.model = model
         self.arena = arena
+        self.use_graphs = use_graphs and model.device.type == "cuda"
+        self._programs: dict[tuple[int, StepShape], StepProgram] = {}
+        self._final_rows: dict[tuple[int, int], torch.Tensor] = {}
+        self._captured: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._graph_pool: Any = None
 
-    def forward(self, lanes: list[Lane]) -> ForwardResult:
-        """One forward over ``lanes``, all of the same block length.
+    @property
+    def programs(self) -> Collection[StepProgram]:
+        """Programs made so far."""
+        return self._programs.values()
+
+    def program(self, table: BlockTable, shape: StepShape) -> StepProgram:
+        """The program of a shape, made (and recorded) when it is first asked for."""
+        key = (table.block_length, shape)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = StepProgram(self, table, shape)
+            if self.use_graphs:
+                self._graph_pool = self._graph_pool or torch.cuda.graph_pool_handle()
+                program.record(self._graph_pool)
+        return program
+
+    def forget_programs(self) -> None:
+        """Drop all programs: the rows of the arena that they read are to be replaced."""
+        self._programs.clear()
+        self._final_rows.clear()
+        self._captured.clear()
+        self._graph_pool = None
+
+    def final_rows(self, finals: int, block_length: int) -> torch.Tensor:
+        """Where programs leave the KV of final lanes: ``[layers, finals, kv_heads, B, 2 * head_dim]``.
+
+        One tensor serves all programs with as many final lanes: the next step overwrites it.
+        """
+        key = (finals, block_length)
+        if key not in self._final_rows:
+            rows = self.new_rows(finals, block_length)
+            self._final_rows[key] = rows.new_empty(self.model.config.num_layers, *rows.shape)
+        return self._final_rows[key]
+
+    def captured(self, captures: int, block_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where programs leave captured queries, as `final_rows`.
 
         Returns:
-            Logits, final rows and captured queries of the lanes that asked for them.
+            queries ``[layers, captures, B, heads, head_dim]`` of the model's dtype, and log-sum-exps
+            float32 ``[layers, captures, B, heads]``.
         """
-        config = self.model.config
-        batch = LaneTensors.build(lanes, config.num_kv_heads, self.model.device)
-        shape = (len(lanes), lanes[0].tokens.numel())
-        finals = [i for i, lane in enumerate(lanes) if lane.final]
-        captured = [i for i, lane in enumerate(lanes) if lane.capture]
-        final_rows: dict[int, list[torch.Tensor]] = {i: [] for i in finals}
-        queries: dict[int, list[torch.Tensor]] = {i: [] for i in captured}
-        lses: dict[int, list[torch.Tensor]] = {i: [] for i in captured}
-
-        cos, sin = self.model.rope(batch.positions)
-        hidden = self.model.embed(batch.tokens)
-        for layer in range(config.num_layers):
-            rows = self.new_rows(*shape)
-            q = self.project(layer, hidden, cos, sin, rows).view(*shape, config.num_heads, config.head_dim)
-            out, lse = resident_attention(
-                q,
-                rows,
-                self.arena.rows[layer],
-                batch.row_start,
-                batch.length,
-                batch.parent,
-                self.model.softmax_scale,
-                batch.max_length,
-            )
-            hidden = self.model.finish_layer(layer, hidden, out.reshape(hidden.shape[0], -1))
-            for i in finals:
-                final_rows[i].append(rows[i])
-            for i in captured:
-                queries[i].append(q[i])
-                lses[i].append(lse[i])
-
-        result = ForwardResult()
-        wanted = [i for i, lane in enumerate(lanes) if lane.logits]
-        if wanted:
-            by_lane = hidden.view(*shape, -1)
-            logits = self.model.logits(by_lane[wanted].reshape(len(wanted) * shape[1], -1))
-            result.logits = dict(zip(wanted, logits.view(len(wanted), shape[1], -1), strict=True))
-        result.final_rows = {i: torch.stack(rows) for i, rows in final_rows.items()}
-        for i in captured:
-            result.captures[i] = to_host(torch.stack(queries[i]), torch.stack(lses[i]))
-        return result
+        key = (captures, block_length)
+        if key not in self._captured:
+            config, device = self.model.config, self.model.device
+            shape = (config.num_layers, captures, block_length, config.num_heads)
+            queries = torch.empty(*shape, config.head_dim, dtype=self.model.dtype, device=device)
+            self._captured[key] = queries, torch.empty(shape, dtype=torch.float32, device=device)
+        return self._captured[key]
 
     def new_rows(self, num_lanes: int, block_length: int) -> torch.Tensor:
         """Unwritten rows of lanes in one layer: ``[num_lanes, kv_heads, block_length, 2 * head_dim]``."""
@@ -103,16 +115,3 @@ class LaneRunner:
             config.rms_norm_eps,
         )
         return q
-
-
-def to_host(queries: torch.Tensor, lse: torch.Tensor) -> Capture:
-    """Copy captured queries to host memory as float32, without waiting for them."""
-    if queries.device.type == "cpu":
-        return Capture(queries.float(), lse.float(), None)
-    host_queries = torch.empty(queries.shape, dtype=torch.float32, pin_memory=True)
-    host_lse = torch.empty(lse.shape, dtype=torch.float32, pin_memory=True)
-    host_queries.copy_(queries.float(), non_blocking=True)
-    host_lse.copy_(lse.float(), non_blocking=True)
-    ready = torch.cuda.Event()
-    ready.record()
-    return Capture(host_queries, host_lse, ready)

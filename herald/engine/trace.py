@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import torch
+
+from herald.transfer.streams import DeviceClock
 
 SpanKind = Literal["prefill", "forward", "selection", "transfer", "write_back", "index", "wait"]
 
@@ -38,13 +43,27 @@ class Span:
     bytes: int = 0
 
 
-class Trace:
-    """Spans of an engine, newest last, at most ``capacity`` of them. Thread-safe."""
+class _DeviceSpan(NamedTuple):
+    kind: SpanKind
+    request_id: str
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    issued: float
 
-    def __init__(self, capacity: int = 100_000) -> None:
+
+class Trace:
+    """Spans of an engine, newest last, at most ``capacity`` of them. Thread-safe.
+
+    Args:
+        device: whose work `device_span` times; None for work of the host alone.
+    """
+
+    def __init__(self, capacity: int = 100_000, device: torch.device | None = None) -> None:
         self.capacity = capacity
         self._spans: list[Span] = []
         self._lock = threading.Lock()
+        self._clock = DeviceClock(device) if device is not None and device.type == "cuda" else None
+        self._pending: deque[_DeviceSpan] = deque()
 
     def add(self, span: Span) -> None:
         with self._lock:
@@ -60,19 +79,46 @@ class Trace:
         finally:
             self.add(Span(kind, start, time.perf_counter(), request_id, block))
 
+    @contextmanager
+    def device_span(self, kind: SpanKind, request_id: str) -> Iterator[None]:
+        """A span of what the body puts on the current stream, timed by events on CUDA."""
+        if self._clock is None:
+            with self.span(kind, request_id):
+                yield
+            return
+        issued = time.perf_counter()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        try:
+            yield
+        finally:
+            end.record()
+            self._pending.append(_DeviceSpan(kind, request_id, start, end, issued))
+            self._settle()
+
     def spans(self) -> list[Span]:
+        """All spans so far; of the device's, those that have ended."""
+        self._settle()
         with self._lock:
             return list(self._spans)
 
     def clear(self) -> None:
+        self._pending.clear()
         with self._lock:
             self._spans.clear()
+
+    def _settle(self) -> None:
+        """Turn the events that have happened into spans."""
+        while self._clock is not None and self._pending and self._pending[0].end.query():
+            span = self._pending.popleft()
+            times = self._clock.span(span.start, span.end, span.issued)
+            self.add(Span(span.kind, *times, span.request_id))
 
 
 def overlap_seconds(spans: list[Span], kinds: set[str], against: str = "forward") -> float:
     """Seconds in which a span of ``kinds`` and a span of kind ``against`` ran at the same time."""
-    base = _union([(s.start, s.end) for s in spans if s.kind == against])
-    other = _union([(s.start, s.end) for s in spans if s.kind in kinds])
+    base = merged([(s.start, s.end) for s in spans if s.kind == against])
+    other = merged([(s.start, s.end) for s in spans if s.kind in kinds])
     total, at = 0.0, 0
     for start, end in other:
         while at < len(base) and base[at][1] <= start:
@@ -86,14 +132,15 @@ def overlap_seconds(spans: list[Span], kinds: set[str], against: str = "forward"
 
 def busy_seconds(spans: list[Span], kinds: set[str]) -> float:
     """Seconds in which at least one span of ``kinds`` ran."""
-    return sum(end - start for start, end in _union([(s.start, s.end) for s in spans if s.kind in kinds]))
+    return sum(end - start for start, end in merged([(s.start, s.end) for s in spans if s.kind in kinds]))
 
 
-def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
+def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same times without overlaps, ascending."""
+    found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
-            merged.append((start, end))
-    return merged
+            found.append((start, end))
+    return found

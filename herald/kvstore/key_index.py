@@ -13,8 +13,9 @@ from herald.errors import UsageError
 from herald.hardware import usable_cores
 from herald.kvstore.host_memory import HostSlab
 from herald.kvstore.key_codes import code_bytes, encode_span, padded_dim, rotation_signs
+from herald.kvstore.native import Backend, native_for
 from herald.kvstore.pool import HostPool
-from herald.kvstore.row_values import as_numpy, value_kind
+from herald.kvstore.row_values import FLOAT16, as_numpy, value_kind
 
 # The float tile adds products of codes exactly as long as |sum| <= 127 * 127 * dim < 2 ** 24.
 _LARGEST_DIM = 1024
@@ -23,22 +24,31 @@ _LARGEST_DIM = 1024
 class KeyIndex:
     """Codes, scales and page means of every key in a pool (see `key_codes` for what they mean).
 
+    n is head_dim padded to a power of two, at least 16.
+
     Args:
         pool: the rows.
         bits: 8, 4 or 1 bit a key component, or 16 for no codes: selection then reads the pool's keys.
+        num_threads: threads of an append by the C++ extension, 0 for all usable cores.
+        backend: what builds codes: ``"native"`` for the extension, ``"numba"``, or ``"auto"`` for the first
+            that can be used. Both give the same codes.
 
     Attributes:
-        codes: uint8 [L, P, H, page_size, padded_dim * bits / 8] (int8 codes in two's complement).
-        scales: float32 [L, P, H, page_size].
-        means: float32 [L, P, H, head_dim].
-        signs: float32 [padded_dim], the signs of the rotation.
+        codes: uint8 [L, P, H, page_size, n * bits / 8] (int8 codes in two's complement).
+        row_scales: float32 [L, P, H, page_size]; with 8 bits [L, P, H, 0].
+        mean_codes: int8 [L, P, H, 2, n], the high and the low level of the page's rotated mean.
+        page_scales: float32 [L, P, H, 2], the scale of the page's codes (8 bits; else 0) and of its mean.
+        arrays: the four of them, in this order.
+        signs: float32 [n], the signs of the rotation.
         num_bytes: memory the index takes.
 
-    With 16 bits the three arrays have no elements and every ``append`` returns at once. Appending to distinct
+    With 16 bits the arrays have no elements and every ``append`` returns at once. Appending to distinct
     (page, layer) pairs from several threads is safe.
     """
 
-    def __init__(self, pool: HostPool, bits: IndexBits = 8) -> None:
+    def __init__(
+        self, pool: HostPool, bits: IndexBits = 8, num_threads: int = 0, backend: Backend = "auto"
+    ) -> None:
         check(bits in (16, 8, 4, 1), "bits", bits, "use 16, 8, 4 or 1")
         layout = pool.layout
         check(
@@ -51,34 +61,42 @@ class KeyIndex:
         self.bits = bits
         self.signs = rotation_signs(layout.head_dim)
         self.kind = value_kind(layout.dtype)
+        self.num_threads = num_threads or usable_cores()
+        self._native = native_for(backend)
         pages = 0 if bits == 16 else pool.num_pages
         prefix = (layout.num_layers, pages, layout.num_kv_heads)
         shapes = (
             (torch.uint8, (*prefix, layout.page_size, code_bytes(layout.head_dim, bits))),
-            (torch.float32, (*prefix, layout.page_size)),
-            (torch.float32, (*prefix, layout.head_dim)),
+            (torch.float32, (*prefix, 0 if bits == 8 else layout.page_size)),
+            (torch.int8, (*prefix, 2, padded_dim(layout.head_dim))),
+            (torch.float32, (*prefix, 2)),
         )
         sizes = [dtype.itemsize * int(np.prod(shape)) for dtype, shape in shapes]
         self.num_bytes = sum(sizes)
         self._slabs = [HostSlab(max(1, size), pin=False) for size in sizes]
         arrays = [slab.tensor(*shape).numpy() for slab, shape in zip(self._slabs, shapes)]
-        self.codes, self.scales, self.means = arrays
+        self.codes, self.row_scales, self.mean_codes, self.page_scales = arrays
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        return self.codes, self.row_scales, self.mean_codes, self.page_scales
 
     @property
     def bytes_per_row(self) -> float:
-        """What a scan reads for a row: codes, scale, its share of the page's mean; with 16 bits the key."""
+        """What a scan reads for a row: codes, scale, its share of what the page has; with 16 bits the key."""
         layout = self.pool.layout
         if self.bits == 16:
             return layout.head_dim * layout.dtype.itemsize
-        float_bytes = torch.float32.itemsize
-        mean = float_bytes * layout.head_dim / layout.page_size
-        return code_bytes(layout.head_dim, self.bits) + float_bytes + mean
+        scale_bytes = torch.float32.itemsize
+        of_row = code_bytes(layout.head_dim, self.bits) + (0 if self.bits == 8 else scale_bytes)
+        return of_row + 2 * (padded_dim(layout.head_dim) + scale_bytes) / layout.page_size
 
     def append(self, layer: int, page: int, start: int, count: int) -> None:
         """Build the codes of rows ``start .. start + count`` of ``page`` in ``layer``, all heads.
 
-        The page's mean is that of the rows appended with ``start == 0``; rows appended later use it, so
-        codes that exist never change. The first append to a page's new contents must start at 0.
+        The page's mean, and with 8 bits its scale, come from the rows appended with ``start == 0``; rows
+        appended later use them, so codes that exist never change, and with 8 bits values that are far larger
+        than those first ones saturate. The first append to a page's new contents must start at 0.
         """
         self._append_page((layer, layer + 1), page, start, count)
 
@@ -98,7 +116,8 @@ class KeyIndex:
 
         Args:
             layers: (first, last + 1) layer, None for all.
-            executor: run on its threads, in pieces of whole pages; None runs on the calling thread.
+            executor: numba runs on its threads, in pieces of whole pages; None on the calling thread. The
+                extension has threads of its own.
         """
         layout = self.pool.layout
         layers = layers or (0, layout.num_layers)
@@ -106,7 +125,9 @@ class KeyIndex:
         limit = len(pages) * layout.page_size
         if not 0 <= first <= last <= limit:
             raise UsageError(f"positions {first} to {last} lie outside the pages", f"use 0 to {limit}")
-        if executor is None:
+        if pages.size and (pages.min() < 0 or pages.max() >= self.pool.num_pages):
+            raise UsageError("page_ids name pages that do not exist", f"use 0 to {self.pool.num_pages - 1}")
+        if executor is None or self._native is not None:
             self._encode(layers, pages, first, last)
             return
         piece = max(1, len(pages) // (4 * usable_cores())) * layout.page_size
@@ -122,7 +143,7 @@ class KeyIndex:
     def close(self) -> None:
         """Give the memory back. Closing twice is allowed."""
         if not self._slabs[0].closed:
-            del self.codes, self.scales, self.means
+            del self.codes, self.row_scales, self.mean_codes, self.page_scales
             for slab in self._slabs:
                 slab.close()
 
@@ -147,6 +168,14 @@ class KeyIndex:
     def _encode(self, layers: tuple[int, int], pages: np.ndarray, first: int, last: int) -> None:
         if self.bits == 16 or last <= first:
             return
+        if self._native is not None:
+            self._native.encode(
+                *(as_numpy(self.pool.rows), self.kind == FLOAT16),
+                *(*self.arrays, self.signs, self.bits),
+                *(pages, first, last, *layers),
+                self.num_threads,
+            )
+            return
         encode_span(
             as_numpy(self.pool.rows),
             layers,
@@ -156,7 +185,5 @@ class KeyIndex:
             self.kind,
             self.bits,
             self.signs,
-            self.codes,
-            self.scales,
-            self.means,
+            *self.arrays,
         )

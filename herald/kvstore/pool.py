@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 
 from herald.config import check
@@ -12,7 +13,6 @@ from herald.errors import HostPoolTooSmall, UsageError
 from herald.kvstore.host_memory import HostSlab
 from herald.kvstore.layout import RowLayout
 from herald.kvstore.pages import PageAllocator
-from herald.kvstore.row_values import row_ids_of_positions
 
 
 class HostPool:
@@ -22,6 +22,7 @@ class HostPool:
         layout: shape of a row and a page.
         num_pages: pages the pool holds.
         pin: pin the slab for the GPU (see `HostSlab`).
+        num_threads: threads of the slab's first touch, 0 for all usable cores.
 
     Attributes:
         rows: torch tensor [L, P, H, page_size, 2 * head_dim] of ``layout.dtype``; K first, then V.
@@ -51,6 +52,30 @@ class HostPool:
         self.rows = self.slab.tensor(layout.dtype, shape)
         self.flat_rows = self.rows.view(-1, 2 * layout.head_dim)
 
+    def write_block(self, page: int, offset: int, rows: torch.Tensor) -> None:
+        """Copy a block's rows into a page.
+
+        Args:
+            offset: row of the page that the first position goes to.
+            rows: [L, H, B, 2 * head_dim] of ``layout.dtype``, on the host.
+
+        Raises:
+            UsageError: the shape or dtype does not fit, or the block lies outside the page.
+        """
+        layout = self.layout
+        shape = (layout.num_layers, layout.num_kv_heads, rows.shape[2] if rows.ndim == 4 else 0)
+        if rows.shape != (*shape, 2 * layout.head_dim) or rows.dtype != layout.dtype:
+            expected = f"[{shape[0]}, {shape[1]}, B, {2 * layout.head_dim}] {layout.dtype}"
+            raise UsageError(
+                f"a block of shape {tuple(rows.shape)} {rows.dtype} does not fit", f"use {expected}"
+            )
+        if not (0 <= page < self.num_pages and 0 <= offset <= layout.page_size - shape[2]):
+            raise UsageError(
+                f"rows {offset} to {offset + shape[2]} of page {page} do not exist",
+                f"use rows 0 to {layout.page_size} of pages 0 to {self.num_pages - 1}",
+            )
+        self.rows[:, page, :, offset : offset + shape[2]].copy_(rows)
+
     def row_ids(
         self, layer: ArrayLike, head: ArrayLike, page_ids: ArrayLike, positions: ArrayLike
     ) -> np.ndarray:
@@ -63,33 +88,14 @@ class HostPool:
         """
         where = np.asarray(positions, dtype=np.int64)
         pages = np.asarray(page_ids, dtype=np.int64)
-        self._check_positions(where, pages)
         layout = self.layout
+        limit = len(pages) * layout.page_size
+        if where.size and (where.min() < 0 or where.max() >= limit):
+            bad = int(where.min() if where.min() < 0 else where.max())
+            raise UsageError(f"position {bad} lies outside the pages", f"use positions 0 to {limit - 1}")
         block = np.asarray(layer, dtype=np.int64) * self.num_pages + pages[where // layout.page_size]
         slot = where % layout.page_size
         return (block * layout.num_kv_heads + np.asarray(head, dtype=np.int64)) * layout.page_size + slot
-
-    def row_ids_all(self, page_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Flat row ids [L, H, n] (int64) of ``positions`` [L, H, n] int32 of every layer and head.
-
-        Compiled and without the interpreter lock; a position of -1 (padding) gives -1.
-
-        Raises:
-            UsageError: the shape is not [L, H, n], or a position lies outside the pages.
-        """
-        layout = self.layout
-        if positions.ndim != 3 or positions.shape[:2] != (layout.num_layers, layout.num_kv_heads):
-            raise UsageError(
-                f"positions of shape {positions.shape} are not per layer and head",
-                f"use [{layout.num_layers}, {layout.num_kv_heads}, n]",
-            )
-        self._check_positions(np.maximum(positions, 0), page_ids)
-        return row_ids_of_positions(
-            np.ascontiguousarray(page_ids, dtype=np.int32),
-            np.ascontiguousarray(positions, dtype=np.int32),
-            self.num_pages,
-            layout.page_size,
-        )
 
     def close(self) -> None:
         """Give the memory back (see `HostSlab.close`). Closing twice is allowed."""
@@ -104,9 +110,3 @@ class HostPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _check_positions(self, positions: np.ndarray, page_ids: np.ndarray) -> None:
-        limit = len(page_ids) * self.layout.page_size
-        if positions.size and (positions.min() < 0 or positions.max() >= limit):
-            bad = int(positions.min() if positions.min() < 0 else positions.max())
-            raise UsageError(f"position {bad} lies outside the pages", f"use positions 0 to {limit - 1}")

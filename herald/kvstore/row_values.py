@@ -1,4 +1,4 @@
-"""Reading keys out of pool rows as float32, and row ids, in nogil numba.
+"""Reading keys out of pool rows as float32, in nogil numba.
 
 numpy has no bfloat16, and numba no float16 on the CPU: both are read as uint16 and widened by bit
 operations. Everything here is exact: a widened value equals the stored one.
@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from numba import types
 from numba.extending import overload
-
-from herald.jit import jit
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -74,25 +72,3 @@ def _load_16_bit(rows: np.ndarray, start: int, count: int, kind: int, out: np.nd
                 np.uint32(0x7F800000) if (half & np.uint32(0x7C00)) == np.uint32(0x7C00) else np.uint32(0)
             )
             bits[r, d] |= special | ((half & np.uint32(0x8000)) << np.uint32(16))
-
-
-@jit
-def row_ids_of_positions(
-    page_ids: np.ndarray, positions: np.ndarray, num_pages: int, page_size: int
-) -> np.ndarray:
-    """Flat row ids [L, H, n] int64 of ``positions`` [L, H, n] int32; -1 stays -1.
-
-    ``page_ids`` [np] int32 are a request's pages in order of position.
-    """
-    num_layers, num_heads, count = positions.shape
-    out = np.empty((num_layers, num_heads, count), dtype=np.int64)
-    for layer in range(num_layers):
-        for head in range(num_heads):
-            for i in range(count):
-                position = positions[layer, head, i]
-                if position < 0:
-                    out[layer, head, i] = -1
-                    continue
-                block = layer * num_pages + np.int64(page_ids[position // page_size])
-                out[layer, head, i] = (block * num_heads + head) * page_size + position % page_size
-    return out

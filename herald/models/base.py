@@ -61,8 +61,8 @@ class BlockModel(ABC):
     def finish_layer(self, layer: int, hidden: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
         """The rest of a layer: output projection, residual, norm, MLP, residual.
 
-        ``hidden`` [T, hidden_size] is the layer's input, ``attention`` [T, num_heads * head_dim].
-        Returns new hidden states [T, hidden_size].
+        ``hidden`` [T, hidden_size] is the layer's input, ``attention`` [T, num_heads * head_dim]. Returns
+        the layer's output [T, hidden_size], which may be ``hidden`` itself, overwritten.
         """
 
     @abstractmethod

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from herald.models.base import BlockModel
 from herald.models.config import ModelConfig
 from herald.models.weights import Parameter, Source
+from herald_kernels import rms_norm, silu_mul
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -109,13 +110,16 @@ class SdarModel(BlockModel):
 
     def finish_layer(self, layer: int, hidden: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
         weights = self.layers[layer]
-        hidden = hidden + F.linear(attention, weights.output, weights.output_bias)
-        gate, up = F.linear(self._norm(hidden, weights.mlp_norm), weights.gate_up).chunk(2, dim=-1)
-        return hidden + F.linear(F.silu(gate) * up, weights.down)
+        # the residual is what the product is added to: no kernel of its own, and one rounding less
+        if weights.output_bias is not None:
+            hidden.add_(weights.output_bias)
+        hidden.addmm_(attention, weights.output.T)
+        gate_up = F.linear(self._norm(hidden, weights.mlp_norm), weights.gate_up)
+        return hidden.addmm_(silu_mul(gate_up), weights.down.T)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(self._norm(hidden, self.final_norm), self.head)
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        # one fused kernel; it rounds once where the published code rounds before and after the weight
-        return F.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps)
+        # it rounds once where the published code rounds before and after the weight
+        return rms_norm(hidden, weight, self.config.rms_norm_eps)

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from herald.engine.trace import Span, busy_seconds, overlap_seconds
+from herald.profile.kernels import KernelTimes
 from herald.profile.tracks import forwards
 
 HIDDEN_WORK = {"selection", "transfer"}
@@ -60,6 +61,9 @@ class Summary:
         median: of each time and of the steps over the blocks.
         decode_seconds: on the clock, first forward to last; what others prefilled meanwhile is left out.
         compute_busy_share: forward seconds / decode seconds.
+        kernel_busy_share: share of the time in which a kernel ran, as the device recorded it over some blocks
+            of their own; None on a CPU.
+        kernels_per_step: kernels of those blocks / their steps; None on a CPU.
         forwards: forwards of the model, those at boundaries included.
         forwards_per_step: forwards / forwards that denoised; 1 without boundary forwards.
         bytes_moved: rows that selections brought to the device.
@@ -74,6 +78,8 @@ class Summary:
     overlap: Overlap
     decode_seconds: float
     compute_busy_share: float
+    kernel_busy_share: float | None
+    kernels_per_step: float | None
     forwards: int
     forwards_per_step: float
     bytes_moved: int
@@ -89,10 +95,13 @@ class Summary:
         return asdict(self)
 
 
-def summarise(spans: Iterable[Span], row_bytes: int, resident_bytes: int) -> Summary:
+def summarise(
+    spans: Iterable[Span], row_bytes: int, resident_bytes: int, kernels: tuple[KernelTimes, int] | None = None
+) -> Summary:
     """Add up a run.
 
     Args:
+        kernels: what the device recorded over some steps, and how many.
         row_bytes: bytes of one row of the KV cache.
         resident_bytes: see `Summary`.
     """
@@ -110,6 +119,8 @@ def summarise(spans: Iterable[Span], row_bytes: int, resident_bytes: int) -> Sum
         overlap=times,
         decode_seconds=decode,
         compute_busy_share=_ratio(times.forward_seconds, decode),
+        kernel_busy_share=kernels[0].busy_share if kernels else None,
+        kernels_per_step=_ratio(kernels[0].count, kernels[1]) if kernels else None,
         forwards=len(runs),
         forwards_per_step=_ratio(len(runs), steps),
         bytes_moved=moved,

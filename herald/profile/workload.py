@@ -12,6 +12,7 @@ from herald.engine.engine import ProgressCallback
 from herald.engine.trace import Span
 from herald.llm import LLM
 from herald.outputs import RequestMetrics
+from herald.profile.kernels import KernelTimes, record_kernels
 from herald.sampling_params import SamplingParams
 
 # Long runs keep every span: a request of 128K tokens has some thousands from its prefill alone.
@@ -27,12 +28,15 @@ class Run:
     Attributes:
         facts: model, device and shapes, for the reader of the figures.
         row_bytes: bytes of one row of the KV cache.
+        kernels: what the device recorded over some blocks of the first prompt, and how many steps they took;
+            None on a CPU.
     """
 
     spans: list[Span]
     metrics: list[RequestMetrics]
     facts: dict[str, Any]
     row_bytes: int
+    kernels: tuple[KernelTimes, int] | None
 
     @property
     def resident_bytes(self) -> int:
@@ -85,7 +89,17 @@ def run_workload(
         "transfer": store.transfer.name if store is not None else None,
         "selection_threads": store.num_threads if store is not None else None,
     }
-    return Run(trace.spans(), [output.metrics for output in outputs], facts, layout.row_bytes)
+    spans = trace.spans()
+    kernels = _record_kernels(llm, prompts[0], short) if llm.model.device.type == "cuda" else None
+    return Run(spans, [output.metrics for output in outputs], facts, layout.row_bytes, kernels)
+
+
+def _record_kernels(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> tuple[KernelTimes, int]:
+    """Kernels and steps of a few blocks of a prompt, its prefill left out."""
+    blocks = llm.stream(prompt_token_ids=[prompt], sampling_params=params)
+    steps = [next(blocks).metrics.steps]
+    times = record_kernels(lambda: steps.extend(output.metrics.steps for output in blocks))
+    return times, steps[-1] - steps[0]
 
 
 def _settle(llm: LLM) -> None:

@@ -1,13 +1,15 @@
-"""Selection in plain numpy: what the compiled selector must give, bit by bit. For tests."""
+"""Selection and updates in plain numpy: what the compiled selector must give, bit by bit. For tests."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from herald.config import ScoreOperator
 from herald.kvstore import reference as codes_reference
 from herald.kvstore.key_index import KeyIndex
 from herald.kvstore.pool import HostPool
+from herald.select.update import Plan, SlotGeometry
 
 _LANES = 16
 
@@ -18,11 +20,29 @@ def top_k_reference(scores: np.ndarray, k: int, first: int) -> np.ndarray:
     return (np.sort(order) + first).astype(np.int32)
 
 
+def fma(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> np.ndarray:
+    """float32 ``a * b + c`` with one rounding.
+
+    The product is exact in float64. The sum there is rounded to odd, so that rounding it once more to float32
+    gives what one rounding would (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+    """
+    with np.errstate(invalid="ignore"):
+        product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
+        added = np.asarray(c, np.float64)
+        total = np.atleast_1d(product + added)
+        part = total - product
+        error = (product - (total - part)) + (added - part)
+        even = total.view(np.int64) & 1 == 0
+        inexact = np.isfinite(error) & (error != 0) & even
+        toward = np.where(error > 0, np.inf, -np.inf)
+        return np.where(inexact, np.nextafter(total, toward), total).astype(np.float32)
+
+
 def _dots_in_order(queries: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """[n, D] x [count, D] -> [count, n]: every product and every sum rounded, in order of the dimension."""
+    """[n, D] x [count, D] -> [count, n]: a chain of fma in order of the dimension."""
     total = np.zeros((len(rows), len(queries)), dtype=np.float32)
     for d in range(rows.shape[1]):
-        total += rows[:, d, None] * queries[None, :, d]
+        total = fma(rows[:, d, None], queries[None, :, d], total)
     return total
 
 
@@ -98,13 +118,26 @@ def _page_scores(
     """Scores [count, M * G] of some rows of page ``at`` = (layer, page, head)."""
     if index.bits == 16:
         keys = pool.rows[at][rows, : pool.layout.head_dim].float().numpy()
-        return _dots_in_order(queries, keys) * scale + -lse
-    codes, query_scales = codes_reference.quantise(codes_reference.rotate(queries, index.signs), 8)
-    key_codes = codes_reference.unpack(index.codes[at][rows], index.bits)
-    dots = key_codes.astype(np.int32) @ codes.astype(np.int32).T
-    factors = (query_scales * scale)[None, :] * index.scales[at][rows][:, None]
-    offsets = _dots_in_order(queries, index.means[at][None])[0] * scale - lse
-    return dots.astype(np.float32) * factors + offsets
+        return fma(_dots_in_order(queries, keys), scale, -lse)
+    with np.errstate(invalid="ignore"):
+        lead = lse.min() - lse
+    rotated = codes_reference.rotate(queries, index.signs)
+    codes, query_scale = codes_reference.quantise_together(rotated, lead > -np.inf)
+    codes = codes.astype(np.int32)
+    reach = query_scale * scale
+    high, low = index.mean_codes[at].astype(np.int32) @ codes.T
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        mean_dot = (128 * high + low).astype(np.float32)
+        shift = fma(mean_dot, reach * index.page_scales[at][1], lead)
+        dots = codes_reference.unpack(index.codes[at][rows], index.bits).astype(np.int32) @ codes.T
+        if index.bits < 8:
+            factors = reach * index.row_scales[at][rows]
+            return fma(dots.astype(np.float32), factors[:, None], shift)
+        unit = reach * index.page_scales[at][0]
+        wanted = shift * (np.float32(1) / unit)
+        farthest = np.float32(2**30)
+        starts = np.rint(np.clip(np.where(np.isnan(wanted), -farthest, wanted), -farthest, farthest))
+        return (dots + starts.astype(np.int32)).astype(np.float32) * unit
 
 
 def select_reference(
@@ -123,3 +156,51 @@ def select_reference(
     scores = score_reference(pool, index, page_ids, first, last, queries, lse, scale, operator)
     flat = [top_k_reference(row, k, first) for row in scores.reshape(-1, last - first)]
     return np.array(flat, dtype=np.int32).reshape(*scores.shape[:2], k)
+
+
+def plan_reference(
+    pool: HostPool,
+    slot_positions: np.ndarray,
+    length: int,
+    selected: np.ndarray,
+    first: int,
+    last: int,
+    upto: int,
+    page_ids: np.ndarray,
+    own_rows: int,
+    move_all: bool,
+    geometry: SlotGeometry,
+) -> Plan:
+    """`Selector.plan_update`, one (layer, head) and one row after the other, nothing checked."""
+    src, staging, to, free_rows = [], [], [], []
+    counts = np.zeros(selected.shape[:2], dtype=np.int32)
+    after = slot_positions.copy()
+    num_heads = pool.layout.num_kv_heads
+    for task in range(counts.size):
+        layer, head = divmod(task, num_heads)
+        base = task * geometry.capacity + geometry.row_start
+        target = [*range(first), *selected[layer, head].tolist(), *range(last, upto)]
+        kept: dict[int, int] = {}
+        slots = []
+        for slot, position in enumerate(slot_positions[layer, head, :length].tolist()):
+            if position in target and position not in kept:
+                kept[position] = slot
+            else:
+                slots.append(slot)
+        slots.extend(range(length, slot_positions.shape[2]))
+        moves = [p for p in target if p not in kept or (move_all and p < last)]
+        for number, position in enumerate(moves):
+            slot = kept[position] if position in kept else slots.pop(0)
+            src.append(pool.row_ids(layer, head, page_ids, position))
+            staging.append(base + geometry.num_slots + number)
+            to.append(base + slot)
+            after[layer, head, slot] = position
+        counts[layer, head] = len(moves)
+        for position in range(upto, upto + own_rows):
+            slot = slots.pop(0)
+            free_rows.append(base + slot)
+            after[layer, head, slot] = position
+    src_rows, staging_rows, slot_rows, own = (
+        np.array(rows, dtype=np.int64) for rows in (src, staging, to, free_rows)
+    )
+    return Plan(src_rows, staging_rows, slot_rows, counts, own, after)

@@ -1,8 +1,7 @@
-"""The selector: which rows of every layer and KV head a block will attend to."""
+"""The selector: which rows of every layer and KV head a block will attend to, and what that changes."""
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,23 +10,35 @@ from herald.config import ScoreOperator, check
 from herald.errors import UsageError
 from herald.hardware import usable_cores
 from herald.kvstore.key_index import KeyIndex
+from herald.kvstore.native import Backend, find_native, native_for
 from herald.kvstore.pool import HostPool
-from herald.kvstore.row_values import as_numpy
-from herald.select import scan, tiles, topk
+from herald.select.numba_scan import NumbaScan
+from herald.select.update import Plan, SlotGeometry, UpdateRequest, plan_with_native, plan_with_numba
 
 
 class Selector:
     """Scores every row of a span for the queries of a block and keeps the best k of each (layer, head).
 
-    Runs (layer, head) tasks over its own threads; the calling thread waits. The result does not depend on the
-    number of threads, on which pages hold the rows, or on the instructions used (see `scan` for the formula).
+    Runs (layer, head) tasks over threads; the calling thread waits. The result does not depend on the number
+    of threads, on which pages hold the rows, or on the backend and its instructions. The formula is `scan`'s.
 
     Args:
         pool: the rows.
         index: its key index; with 16 bits the pool's keys are scanned.
         operator: ``"max"`` of the normalised attention over queries and grouped heads, or ``"sum"``.
         num_threads: threads of a selection, 0 for all usable cores.
-        vnni: use AVX-512 VNNI; None where the CPU has it. (The float path gives the same sets.)
+        backend: ``"native"`` for the C++ extension, ``"numba"``, or ``"auto"`` for the faster one that can be
+            used. The extension scans codes with the operator "max"; all else is numba's.
+        isa: instruction set: ``"auto"``, or for native one of ``herald._native.scan_isas()``, for numba
+            ``"vnni"`` or ``"float"``.
+
+    Attributes:
+        backend: ``"native"`` or ``"numba"``, what scans.
+        isa: the instruction set it uses.
+        reason: why nothing better scans, or "".
+
+    Raises:
+        UsageError: ``backend="native"`` cannot be used, or this CPU lacks the instruction set.
     """
 
     def __init__(
@@ -36,22 +47,36 @@ class Selector:
         index: KeyIndex,
         operator: ScoreOperator = "max",
         num_threads: int = 0,
-        vnni: bool | None = None,
+        backend: Backend = "auto",
+        isa: str = "auto",
     ) -> None:
         check(operator in ("max", "sum"), "operator", operator, "use 'max' or 'sum'")
         check(num_threads >= 0, "num_threads", num_threads, "use 0 for all cores")
-        check(
-            not vnni or tiles.HAS_VNNI, "vnni", vnni, "use None: this CPU, or numba's settings, have no VNNI"
-        )
         self.pool = pool
         self.index = index
         self.operator = operator
         self.num_threads = num_threads or usable_cores()
-        self.vnni = tiles.HAS_VNNI if vnni is None else vnni
+        self._native = native_for(backend)
+        scanned_by_numba = _scanned_by_numba(operator, index.bits)
+        if backend == "native" and scanned_by_numba:
+            raise UsageError(f"backend='native' cannot be used: {scanned_by_numba}", "use backend='auto'")
+        if backend == "auto" and self._native is not None and self._native.scan_isa() == "scalar":
+            scanned_by_numba = scanned_by_numba or "the extension has no vector instructions of this CPU"
         self._executor: ThreadPoolExecutor | None = None
-        if self.num_threads > 1:
-            self._executor = ThreadPoolExecutor(self.num_threads, thread_name_prefix="herald-select")
-        self._local = threading.local()
+        self._numba: NumbaScan | None = None
+        if self._native is None or scanned_by_numba:
+            if self.num_threads > 1:
+                self._executor = ThreadPoolExecutor(self.num_threads, thread_name_prefix="herald-select")
+            self._numba = NumbaScan(pool, index, operator, self._executor, self.num_threads, isa)
+            self.backend, self.isa = "numba", self._numba.isa
+            self.reason = scanned_by_numba or ("" if backend == "numba" else find_native().reason)
+            return
+        try:
+            self.backend, self.isa = "native", self._native.scan_isa(isa)
+        except ValueError as error:
+            problem, _, remedy = str(error).rpartition("; ")
+            raise UsageError(problem, remedy) from None
+        self.reason = next((f"{name}: {why}" for name, why in self._native.scan_isas().items() if why), "")
 
     def select(
         self,
@@ -68,8 +93,9 @@ class Selector:
         Args:
             page_ids: int32 [np], the request's pages in order of position, from position 0.
             k: rows to keep, at most ``last - first``.
-            queries: float32 [L, M, Hq, D], rotary applied.
-            lse: float32 [L, M, Hq], natural log-sum-exp of each query's scaled scores over its resident rows.
+            queries: float32 [L, M, Hq, D], or the bits of bfloat16 as uint16; rotary applied.
+            lse: float32 [L, M, Hq], natural log-sum-exp of each query's scaled scores over its resident rows;
+                inf for a query that must not count.
             scale: the softmax scale.
 
         Returns:
@@ -78,43 +104,78 @@ class Selector:
         Raises:
             UsageError: a shape does not fit, or the span lies outside the pages.
         """
-        layout = self.pool.layout
+        layout, index = self.pool.layout, self.index
         pages = np.ascontiguousarray(page_ids, dtype=np.int32)
-        queries = np.ascontiguousarray(queries, dtype=np.float32)
+        dtype = np.uint16 if queries.dtype == np.uint16 else np.float32
+        queries = np.ascontiguousarray(queries, dtype=dtype)
         lse = np.ascontiguousarray(lse, dtype=np.float32)
         self._check(pages, first, last, k, queries, lse)
+        if self._numba is None and 0 < k < last - first:
+            assert self._native is not None
+            return self._native.select(
+                *(*index.arrays, index.signs, index.bits),
+                *(pages, first, last, k, queries, lse, scale),
+                *(self.num_threads, self.isa),
+            )
         out = np.empty((layout.num_layers, layout.num_kv_heads, k), dtype=np.int32)
         if k == last - first:
             out[:] = np.arange(first, last, dtype=np.int32)
-            return out
-        if k == 0:
-            return out
-        index = self.index
-        rows = as_numpy(self.pool.rows)
-        store = scan.Store(rows, index.codes, index.scales, index.means, index.signs, index.bits, index.kind)
-        kernel = scan.select_from_rows if index.bits == 16 else scan.select_from_codes
-        num_queries = queries.shape[1] * (queries.shape[2] // layout.num_kv_heads)
-        use_sum = self.operator == "sum"
-
-        def run(begin: int, end: int) -> None:
-            work = self._workspace(num_queries, last - first)
-            kernel(
-                store, (begin, end), pages, first, last, queries, lse, np.float32(scale), use_sum, work, out
-            )
-
-        num_tasks = layout.num_layers * layout.num_kv_heads
-        if self._executor is None:
-            run(0, num_tasks)
-            return out
-        # Few enough tasks a job that a slow core does not hold the others up at the end.
-        step = max(1, num_tasks // (4 * self.num_threads))
-        jobs = [
-            self._executor.submit(run, begin, min(begin + step, num_tasks))
-            for begin in range(0, num_tasks, step)
-        ]
-        for job in jobs:
-            job.result()
+        elif k > 0:
+            assert self._numba is not None
+            self._numba.select(pages, first, last, queries, lse, scale, out)
         return out
+
+    def plan_update(
+        self,
+        slot_positions: np.ndarray,
+        length: int,
+        selected: np.ndarray,
+        first: int,
+        last: int,
+        upto: int,
+        page_ids: np.ndarray,
+        own_rows: int,
+        move_all: bool,
+        geometry: SlotGeometry,
+    ) -> Plan:
+        """What makes sinks, selection and recent window resident, as rows to copy.
+
+        The target of every (layer, head) is ``[0, first)``, ``selected`` and ``[last, upto)``. Slots that
+        hold one of its rows keep it. The others, ascending, and after them slots ``length``, ``length + 1``
+        ... are handed out: first to the rows that arrive, by position, then to positions
+        ``upto .. upto + own_rows``.
+
+        Args:
+            slot_positions: int32 [L, H, S], position of the row in each slot; of ``[0, length)`` only. A
+                position that occurs twice is kept once, a negative one counts as an empty slot.
+            selected: int32 [L, H, k], ascending within ``[first, last)``.
+            page_ids: int32 [np], the request's pages in order of position.
+            own_rows: slots to keep for the rows of a finished block; 0 for none.
+            move_all: rows that stay travel too, each into its own slot, if they lie below ``last`` (those of
+                the recent window may not be in the pool yet).
+            geometry: where slots and staging rows lie in the arena.
+
+        Raises:
+            ResidentSetTooSmall: target and own rows exceed the S slots, or more rows arrive than there are
+                staging rows.
+            UsageError: shapes or positions do not fit; or there are fewer rows than ``length``, which would
+                leave holes.
+        """
+        request = UpdateRequest(
+            np.ascontiguousarray(slot_positions, dtype=np.int32),
+            length,
+            np.ascontiguousarray(selected, dtype=np.int32),
+            first,
+            last,
+            upto,
+            np.ascontiguousarray(page_ids, dtype=np.int32),
+            own_rows,
+            move_all,
+            geometry,
+        )
+        if self._native is not None:
+            return plan_with_native(self._native, request, self.pool, self.num_threads)
+        return plan_with_numba(request, self.pool, self._executor, self.num_threads)
 
     def bytes_scanned(self, first: int, last: int, k: int) -> int:
         """Bytes of the index (with 16 bits: of the keys) that a `select` of this span reads."""
@@ -148,37 +209,9 @@ class Selector:
         if lse.shape != shape[:3]:
             raise UsageError(f"lse of shape {lse.shape} does not fit", f"use {shape[:3]}")
 
-    def _workspace(self, num_queries: int, num_rows: int) -> scan.Workspace:
-        """This thread's buffers, kept from call to call while they fit."""
-        width = -(-num_queries // 16) * 16
-        work = getattr(self._local, "work", None)
-        if work is None or work.tile.shape[1] != width or work.scores.size < num_rows:
-            work = self._make_workspace(width, num_rows)
-            self._local.work = work
-        return work
 
-    def _make_workspace(self, width: int, num_rows: int) -> scan.Workspace:
-        layout = self.pool.layout
-        head_dim, padded = layout.head_dim, self.index.signs.size
-        exact = self.index.bits == 16
-        use_bytes = self.vnni and not exact
-        # The dot kernels work on whole groups of rows; what they read past the last row is never used.
-        page_rows = -(-layout.page_size // tiles.TILE_ROWS) * tiles.TILE_ROWS
-        group = 4 if use_bytes else 1
-        keys, histogram = topk.scratch(num_rows)
-        return scan.Workspace(
-            row_buffer=np.zeros(
-                (page_rows, head_dim if exact else padded), np.uint8 if use_bytes else np.float32
-            ),
-            packed=np.zeros((padded // group, width, group), np.int8 if use_bytes else np.float32),
-            raw=np.zeros((head_dim, width), np.float32),
-            correction=np.zeros(width, np.int32),
-            query_scale=np.zeros(width, np.float32),
-            lse=np.zeros(width, np.float32),
-            mean_buffer=np.zeros((scan.PAGE_GROUP, head_dim), np.float32),
-            offsets=np.zeros((scan.PAGE_GROUP, width), np.float32),
-            tile=np.zeros((page_rows, width), np.float32),
-            scores=np.empty(num_rows, np.float32),
-            keys=keys,
-            histogram=histogram,
-        )
+def _scanned_by_numba(operator: ScoreOperator, bits: int) -> str:
+    """Why the extension does not scan, or ""."""
+    if bits == 16:
+        return "index_bits=16 is scanned by numba: reading the keys bounds it, not the instructions"
+    return "score_operator='sum' is scanned by numba" if operator == "sum" else ""

@@ -1,17 +1,19 @@
 """Dot products of a tile of rows with all queries: the inner loop of selection, as LLVM vector code.
 
-Three kernels with one shape, ``out[r, q] = rows[r] . queries[q]`` in float32:
+Four kernels with one shape, dots of rows with queries:
 
     dots (uint8 rows):   codes + 128 against int8 query codes with AVX-512 VNNI (`vpdpbusd`), 64 products an
-                         instruction, accumulated in int32.
+                         instruction, accumulated in int32; every dot as float32.
     dots (float32 rows): the same codes as floats. |sum| < 2 ** 24, so every partial sum is an exact integer
                          and fused multiply-add, where the CPU has it, changes nothing. The fallback.
-    exact_dots:          float32 values; each product is rounded and added in order of the dimension,
-                         never fused, so that a plain loop anywhere gives the same bits.
+    largest_sums:        either kind of codes; of each row the largest dot + a start of the query, in int32.
+    exact_dots:          float32 values; a chain of fma in order of the dimension, so that a plain loop of
+                         fma anywhere gives the same bits.
 
-The first two agree bit by bit, whatever the CPU. Queries stand side by side in the lanes of a vector and a
-row's element is broadcast, so no horizontal sum is needed and rows are read as they lie in memory. Tiles of
-4 rows x 4 vectors keep 16 accumulators, 4 query vectors and 4 broadcasts in the 32 registers of AVX-512.
+Both kinds of codes agree bit by bit, whatever the CPU. Queries stand side by side in the lanes of a vector
+and a row's element is broadcast, so no horizontal sum is needed and rows are read as they lie in memory.
+Tiles of 4 rows x 4 vectors keep 16 accumulators, 4 query vectors and 4 broadcasts in the 32 registers of
+AVX-512.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from herald.kvstore.vectors import (
     accumulator,
     array_data,
     broadcast,
+    fused,
     load_vector,
     require_contiguous,
     store_vector,
@@ -58,18 +61,28 @@ HAS_VNNI = _host_has("avx512f", "avx512bw", "avx512vnni")
 _TILE_VECTORS = 4 if _host_has("avx512f") else 1
 
 
-def _multiply_add(builder: Any, total: Any, row: Any, query: Any, vnni: bool, fused: bool) -> Any:
+def _multiply_add(builder: Any, total: Any, row: Any, query: Any, vnni: bool, exact: bool) -> Any:
     if vnni:
         kind = ir.FunctionType(_INTEGERS, [_INTEGERS] * 3)
         name = "llvm.x86.avx512.vpdpbusd.512"
         function = cgutils.get_or_insert_function(builder.module, kind, name)
         return builder.call(function, [total, row, query])
-    flags = ("contract",) if fused else ()
+    if exact:
+        return fused(builder, row, query, total)
+    # These are integers: fused or not is the same, and a CPU without the instruction need not imitate it.
+    flags = ("contract",)
     return builder.fadd(total, builder.fmul(row, query, flags=flags), flags=flags)
 
 
-def _make_tile(vectors: int, fused: bool) -> Callable:
-    """The kernel of one tile: `TILE_ROWS` rows from ``row`` times ``vectors * 16`` queries from ``query``."""
+def _largest(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+
+def _make_tile(vectors: int, exact: bool = False, largest: bool = False) -> Callable:
+    """The kernel of one tile: `TILE_ROWS` rows from ``row`` times ``vectors * 16`` queries from ``query``.
+
+    ``out`` gets every dot, or with ``largest`` keeps the larger of itself and the sums, lane by lane.
+    """
 
     @intrinsic
     def tile(
@@ -80,12 +93,12 @@ def _make_tile(vectors: int, fused: bool) -> Callable:
         query: Any,
         steps: Any,
         width: Any,
-        correction: Any,
+        starts: Any,
         out: Any,
     ) -> Any:
-        require_contiguous(rows, queries, correction, out)
+        require_contiguous(rows, queries, starts, out)
         vnni = rows.dtype == types.uint8
-        signature = types.void(rows, types.intp, queries, types.intp, types.intp, types.intp, correction, out)
+        signature = types.void(rows, types.intp, queries, types.intp, types.intp, types.intp, starts, out)
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _, first_row, _, first_query, steps, width, _, _ = args
@@ -99,11 +112,19 @@ def _make_tile(vectors: int, fused: bool) -> Callable:
             def plus(value: Any, number: int) -> Any:
                 return builder.add(value, ir.Constant(value.type, number))
 
-            row_data, query_data = pointer(0, element), pointer(2, element)
+            row_data, query_data, start_data = pointer(0, element), pointer(2, element), pointer(6, INT32)
             row_starts = [
                 builder.gep(row_data, [builder.mul(plus(first_row, r), steps)]) for r in range(TILE_ROWS)
             ]
             totals = [[accumulator(builder, vector_type) for _ in range(vectors)] for _ in range(TILE_ROWS)]
+            first = [
+                load_vector(builder, builder.gep(start_data, [plus(first_query, v * LANES)]), _INTEGERS)
+                for v in range(vectors)
+            ]
+            if vnni:
+                for row_totals in totals:
+                    for total, start in zip(row_totals, first):
+                        builder.store(start, total)
             with cgutils.for_range(builder, steps) as loop:
                 start = builder.add(builder.mul(loop.index, width), first_query)
                 lanes = [
@@ -115,18 +136,28 @@ def _make_tile(vectors: int, fused: bool) -> Callable:
                     copies = broadcast(builder, scalar)
                     for v in range(vectors):
                         total = builder.load(totals[r][v])
-                        total = _multiply_add(builder, total, copies, lanes[v], vnni, fused)
+                        total = _multiply_add(builder, total, copies, lanes[v], vnni, exact)
                         builder.store(total, totals[r][v])
-            out_data, correction_data = pointer(7, ir.FloatType()), pointer(6, INT32)
-            for v in range(vectors):
-                at = plus(first_query, v * LANES)
-                excess = load_vector(builder, builder.gep(correction_data, [at]), _INTEGERS)
-                for r in range(TILE_ROWS):
-                    total = builder.load(totals[r][v])
+            out_data = pointer(7, INT32 if largest else ir.FloatType())
+            for r in range(TILE_ROWS):
+                values = [builder.load(total) for total in totals[r]]
+                if largest:
+                    if not vnni:
+                        values = [
+                            builder.add(builder.fptosi(value, _INTEGERS), start)
+                            for value, start in zip(values, first)
+                        ]
+                    at = builder.gep(out_data, [builder.mul(plus(first_row, r), width.type(LANES))])
+                    best = load_vector(builder, at, _INTEGERS)
+                    for value in values:
+                        best = _largest(builder, value, best)
+                    store_vector(builder, best, at)
+                    continue
+                for v, value in enumerate(values):
                     if vnni:
-                        total = builder.sitofp(builder.sub(total, excess), FLOATS)
-                    to = builder.add(builder.mul(plus(first_row, r), width), at)
-                    store_vector(builder, total, builder.gep(out_data, [to]))
+                        value = builder.sitofp(value, FLOATS)
+                    to = builder.add(builder.mul(plus(first_row, r), width), plus(first_query, v * LANES))
+                    store_vector(builder, value, builder.gep(out_data, [to]))
             return context.get_dummy_value()
 
         return signature, generate
@@ -134,13 +165,14 @@ def _make_tile(vectors: int, fused: bool) -> Callable:
     return tile
 
 
-_fused_1, _fused_2, _fused_3, _fused_4 = (_make_tile(vectors, True) for vectors in (1, 2, 3, 4))
-_plain_1, _plain_4 = (_make_tile(vectors, False) for vectors in (1, 4))
+_dots_1, _dots_2, _dots_3, _dots_4 = (_make_tile(vectors) for vectors in (1, 2, 3, 4))
+_largest_1, _largest_2, _largest_3, _largest_4 = (_make_tile(v, largest=True) for v in (1, 2, 3, 4))
+_exact_1, _exact_4 = (_make_tile(vectors, exact=True) for vectors in (1, 4))
 
 
 @jit
 def dots(
-    rows: np.ndarray, count: int, queries: np.ndarray, steps: int, correction: np.ndarray, out: np.ndarray
+    rows: np.ndarray, count: int, queries: np.ndarray, steps: int, starts: np.ndarray, out: np.ndarray
 ) -> None:
     """Exact integer dots of code rows with query codes, as float32.
 
@@ -149,7 +181,7 @@ def dots(
         count: rows wanted; up to 3 rows of ``out`` after them are overwritten too.
         queries: for uint8 rows int8 [n / 4, width, 4], else float32 [n, width, 1].
         steps: n / 4 for uint8 rows, else n.
-        correction: int32 [width], 128 * the sum of each query's codes (used for uint8 rows).
+        starts: int32 [width], -128 * the sum of each query's codes (used for uint8 rows).
         out: [rows, width] float32; width a multiple of 16.
     """
     width = out.shape[1]
@@ -158,53 +190,105 @@ def dots(
         vectors = min(_TILE_VECTORS, (width - query) // 16)
         if vectors == 4:
             for row in range(0, count, 4):
-                _fused_4(rows, row, queries, query, steps, width, correction, out)
+                _dots_4(rows, row, queries, query, steps, width, starts, out)
         elif vectors == 3:
             for row in range(0, count, 4):
-                _fused_3(rows, row, queries, query, steps, width, correction, out)
+                _dots_3(rows, row, queries, query, steps, width, starts, out)
         elif vectors == 2:
             for row in range(0, count, 4):
-                _fused_2(rows, row, queries, query, steps, width, correction, out)
+                _dots_2(rows, row, queries, query, steps, width, starts, out)
         else:
             for row in range(0, count, 4):
-                _fused_1(rows, row, queries, query, steps, width, correction, out)
+                _dots_1(rows, row, queries, query, steps, width, starts, out)
         query += vectors * 16
 
 
 @jit
-def exact_dots(
-    rows: np.ndarray, count: int, queries: np.ndarray, correction: np.ndarray, out: np.ndarray
+def largest_sums(
+    rows: np.ndarray,
+    count: int,
+    queries: np.ndarray,
+    steps: int,
+    starts: np.ndarray,
+    best: np.ndarray,
+    out: np.ndarray,
 ) -> None:
-    """float32 dots, summed in order of the dimension, unfused. Arguments as for `dots` with float32 rows."""
+    """``out[r] = max over q of rows[r] . queries[q] + starts[q]`` in int32. Other arguments as for `dots`.
+
+    Args:
+        starts: int32 [width]; for uint8 rows less 128 * the sum of each query's codes.
+        best: int32 [rows, 16], scratch.
+        out: int32 [>= count].
+    """
+    best[: (count + 3) // 4 * 4] = np.int32(-(2**31))
+    width = starts.size
+    query = 0
+    while query < width:
+        vectors = min(_TILE_VECTORS, (width - query) // 16)
+        if vectors == 4:
+            for row in range(0, count, 4):
+                _largest_4(rows, row, queries, query, steps, width, starts, best)
+        elif vectors == 3:
+            for row in range(0, count, 4):
+                _largest_3(rows, row, queries, query, steps, width, starts, best)
+        elif vectors == 2:
+            for row in range(0, count, 4):
+                _largest_2(rows, row, queries, query, steps, width, starts, best)
+        else:
+            for row in range(0, count, 4):
+                _largest_1(rows, row, queries, query, steps, width, starts, best)
+        query += vectors * 16
+    for r in range(count):
+        out[r] = _largest_lane(best, r)
+
+
+@jit
+def exact_dots(
+    rows: np.ndarray, count: int, queries: np.ndarray, starts: np.ndarray, out: np.ndarray
+) -> None:
+    """float32 dots, a chain of fma in order of the dimension. Arguments as for `dots` with float32 rows."""
     steps = rows.shape[1]
     width = out.shape[1]
     query = 0
     while query < width:
         if _TILE_VECTORS == 4 and width - query >= 64:
             for row in range(0, count, 4):
-                _plain_4(rows, row, queries, query, steps, width, correction, out)
+                _exact_4(rows, row, queries, query, steps, width, starts, out)
             query += 64
         else:
             for row in range(0, count, 4):
-                _plain_1(rows, row, queries, query, steps, width, correction, out)
+                _exact_1(rows, row, queries, query, steps, width, starts, out)
             query += 16
 
 
 @intrinsic
-def largest_score(
-    typing_context: Any, tile: Any, row: Any, width: Any, factors: Any, key_scale: Any, offsets: Any
-) -> Any:
-    """max over q of ``tile[row, q] * (factors[q] * key_scale) + offsets[q]``, unfused. width % 16 == 0."""
-    require_contiguous(tile, factors, offsets)
-    signature = types.float32(tile, types.intp, types.intp, factors, types.float32, offsets)
+def _largest_lane(typing_context: Any, best: Any, row: Any) -> Any:
+    """The largest of ``best[row]``, int32 [., 16]."""
+    require_contiguous(best)
+    signature = types.int32(best, types.intp)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, row, width, _, key_scale, _ = args
-        tile_data, factor_data, offset_data = (
-            array_data(context, builder, signature.args[i], args[i]) for i in (0, 3, 5)
-        )
+        data = array_data(context, builder, signature.args[0], args[0])
+        at = builder.mul(args[1], args[1].type(LANES))
+        value = load_vector(builder, builder.gep(data, [at]), _INTEGERS)
+        for step in (8, 4, 2, 1):
+            value = _largest(builder, value, swap_lanes(builder, value, step))
+        return builder.extract_element(value, ir.Constant(INT32, 0))
+
+    return signature, generate
+
+
+@intrinsic
+def largest_score(typing_context: Any, tile: Any, row: Any, width: Any, factor: Any, shifts: Any) -> Any:
+    """max over q of ``fma(tile[row, q], factor, shifts[q])``. width % 16 == 0."""
+    require_contiguous(tile, shifts)
+    signature = types.float32(tile, types.intp, types.intp, types.float32, shifts)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, row, width, factor, _ = args
+        tile_data, shift_data = (array_data(context, builder, signature.args[i], args[i]) for i in (0, 4))
         start = builder.mul(row, width)
-        scales = broadcast(builder, key_scale)
+        factors = broadcast(builder, factor)
         best = cgutils.alloca_once_value(builder, ir.Constant(FLOATS, [float("-inf")] * LANES))
 
         def keep_larger(a: Any, b: Any) -> Any:
@@ -214,9 +298,8 @@ def largest_score(
             builder, ir.Constant(width.type, 0), width, ir.Constant(width.type, LANES)
         ) as (q, _):
             value = load_vector(builder, builder.gep(tile_data, [builder.add(start, q)]), FLOATS)
-            factor = builder.fmul(load_vector(builder, builder.gep(factor_data, [q]), FLOATS), scales)
-            offset = load_vector(builder, builder.gep(offset_data, [q]), FLOATS)
-            score = builder.fadd(builder.fmul(value, factor), offset)
+            shift = load_vector(builder, builder.gep(shift_data, [q]), FLOATS)
+            score = fused(builder, value, factors, shift)
             builder.store(keep_larger(score, builder.load(best)), best)
         value = builder.load(best)
         for step in (8, 4, 2, 1):

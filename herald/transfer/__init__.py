@@ -7,6 +7,7 @@ way: a kernel that reads host memory (`ZeroCopyTransfer`), packing and the copy 
 
 from herald.transfer.base import RowMove, Ticket, Transfer
 from herald.transfer.factory import make_transfer
+from herald.transfer.gather_kernel import GatherKernel
 from herald.transfer.staged import StagedTransfer
 from herald.transfer.streams import DeviceStreams, HostEvent
 from herald.transfer.threads import ThreadTransfer
@@ -15,6 +16,7 @@ from herald.transfer.zero_copy import ZeroCopyTransfer
 
 __all__ = [
     "DeviceStreams",
+    "GatherKernel",
     "HostEvent",
     "RowMove",
     "StagedTransfer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,6 +18,9 @@ from herald.transfer.packing import first_outside
 
 Span = tuple[float, float]
 
+# Most that one `Transfer.upload` takes: tables and ids, not rows.
+UPLOAD_BYTES = 2 << 20
+
 
 @dataclass(frozen=True, eq=False)
 class RowMove:
@@ -25,6 +29,8 @@ class RowMove:
     Args:
         src_rows: int64 [n], row ids in the host pool's flat rows. Sorted ids travel fastest.
         dst_rows: int64 [n], row ids in the arena's flat rows, distinct.
+        then_rows: int64 [n], where in the arena the caller puts each arrival later, or None. They travel
+            with the move and come out of `Ticket.device_rows`; the transfer itself does not use them.
 
     The arrays must not change until the ticket is done: some transfers read them later. Strided ones
     are copied.
@@ -35,17 +41,20 @@ class RowMove:
 
     src_rows: np.ndarray
     dst_rows: np.ndarray
+    then_rows: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        for name, ids in (("src_rows", self.src_rows), ("dst_rows", self.dst_rows)):
+        for name in ("src_rows", "dst_rows", "then_rows"):
+            ids = getattr(self, name)
+            if ids is None and name == "then_rows":
+                continue
             if ids.dtype != np.int64 or ids.ndim != 1:
                 raise UsageError(f"{name} is {ids.dtype} {ids.shape}", "pass a one-dimensional int64 array")
+            if len(ids) != len(self.src_rows):
+                raise UsageError(
+                    f"{len(ids)} {name} for {len(self.src_rows)} src_rows", "pass as many of each"
+                )
             object.__setattr__(self, name, np.ascontiguousarray(ids))
-        if len(self.src_rows) != len(self.dst_rows):
-            raise UsageError(
-                f"{len(self.src_rows)} source rows for {len(self.dst_rows)} destinations",
-                "pass as many of each",
-            )
 
     def __len__(self) -> int:
         return len(self.src_rows)
@@ -84,6 +93,24 @@ class Ticket(ABC):
     def wait_device(self) -> None:
         """Make later work on the calling thread's current stream wait (on the CPU: `wait_host`)."""
 
+    def device_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(dst_rows, then_rows) of the move on the arena's device, int64 [n] each.
+
+        For work on the stream that is current now, issued after `wait_device`. The tensors are the
+        ticket's own; they stay valid as long as the ticket or they themselves are referenced.
+
+        Raises:
+            UsageError: the move had no ``then_rows``.
+        """
+        rows = self._device_rows()
+        if rows is None:
+            raise UsageError("the move came without then_rows", "make it as RowMove(src, dst, then_rows)")
+        return rows
+
+    @abstractmethod
+    def _device_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `device_rows`; None where the move had no ``then_rows``."""
+
     @property
     @abstractmethod
     def span(self) -> Span | None:
@@ -111,7 +138,13 @@ class Ticket(ABC):
 
 
 class Transfer(ABC):
-    """Moves rows between the host pool and the device arena, in the order of submission.
+    """Moves rows between the host pool and the device arena.
+
+    Moves keep the order in which they were submitted, and so do copies to the host among themselves.
+    The two kinds do not wait for one another: a finished block's rows do not queue behind the rows that
+    arrive, nor the reverse. Hence one rule for the caller: a row may be fetched when the `wait_host` of
+    the copy that wrote it has returned, and overwritten when the ticket of the last move that reads it is
+    done. Whoever indexes a row before it is selected keeps the first half by itself.
 
     Args:
         pool_rows: [pool rows, 2 * head_dim] host tensor, contiguous; row ids of `RowMove.src_rows`.
@@ -149,7 +182,8 @@ class Transfer(ABC):
         self.delay: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._unsettled: list[Ticket] = []
+        self._unsettled: deque[Ticket] = deque()
+        self._failed: list[Ticket] = []
         # Compiles the check here rather than inside the first block.
         first_outside(np.empty(0, np.int64), 0)
 
@@ -190,6 +224,21 @@ class Transfer(ABC):
         """
 
     @abstractmethod
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """A host array on the arena's device, for work on the calling thread's current stream.
+
+        Nobody waits for the copy: on CUDA it goes through page-locked memory, in the order of the
+        current stream, and ``array`` may be changed as soon as this returns. On the CPU the result
+        shares the array's memory.
+
+        Args:
+            array: any shape, of a dtype that torch has too; up to `UPLOAD_BYTES`.
+
+        Raises:
+            UsageError: the array is larger than that.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Complete what was submitted, then end the threads. Idempotent.
 
@@ -205,31 +254,58 @@ class Transfer(ABC):
     ) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("the transfer is closed", "make a new one with make_transfer")
-
     def _check_move(self, move: RowMove) -> None:
         """Refuse ids that would read or write outside the two tensors: the kernels do not look."""
         for ids, rows, what in (
             (move.src_rows, self.pool_rows, "pool"),
             (move.dst_rows, self.arena_rows, "arena"),
+            (move.then_rows, self.arena_rows, "arena"),
         ):
-            at = first_outside(ids, len(rows))
-            if at >= 0:
+            at = -1 if ids is None else first_outside(ids, len(rows))
+            if ids is not None and at >= 0:
                 raise UsageError(
                     f"row {ids[at]} (entry {at}) is outside the {what}", f"use ids from 0 to {len(rows) - 1}"
                 )
 
-    def _track(self, ticket: Ticket) -> None:
-        """Remember ``ticket`` until it is complete, so that `close` can raise what nobody saw."""
-        self._unsettled = [t for t in self._unsettled if t.failed or not t._complete()]
-        self._unsettled.append(ticket)
+    def _admit(self, ticket: Ticket) -> None:
+        """Remember ``ticket`` until it is complete, so that `close` can raise what nobody saw.
+
+        Raises:
+            UsageError: the transfer is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise UsageError("the transfer is closed", "make a new one with make_transfer")
+            while self._unsettled and self._unsettled[0]._complete():
+                oldest = self._unsettled.popleft()
+                if oldest.failed:
+                    self._failed.append(oldest)
+            self._unsettled.append(ticket)
+
+    def _shut(self) -> bool:
+        """Admit nothing from now on; False if that was so already."""
+        with self._lock:
+            was_open, self._closed = not self._closed, True
+        return was_open
 
     def _raise_unseen(self) -> None:
-        tickets, self._unsettled = self._unsettled, []
+        tickets = [*self._failed, *self._unsettled]
+        self._failed, self._unsettled = [], deque()
         for ticket in tickets:
             ticket.raise_error(unseen_only=True)
+
+
+def check_upload(array: np.ndarray) -> None:
+    """Refuse an array that `Transfer.upload` does not take.
+
+    Raises:
+        UsageError: see `Transfer.upload`.
+    """
+    if array.nbytes > UPLOAD_BYTES:
+        raise UsageError(
+            f"an upload of {array.nbytes} bytes",
+            f"upload at most {UPLOAD_BYTES} bytes, or send rows as a move",
+        )
 
 
 def copy_pairs(

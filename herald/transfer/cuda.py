@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from herald.kvstore.host_memory import REGISTER_BYTES
-from herald.transfer.base import Span, Ticket, Transfer, copy_pairs
+from herald.transfer.base import RowMove, Span, Ticket, Transfer, check_upload, copy_pairs
+from herald.transfer.pinned import PinnedRing
 from herald.transfer.streams import DeviceClock, DeviceStreams
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
+# Page-locked memory for ids of moves, and for uploads: a move of 150,000 rows has 3.6 MB of ids.
+RING_BYTES = 16 << 20
+
 
 class DeviceTicket(Ticket):
-    """Completion of work on the copy stream, between two timed events.
+    """Completion of work on one of the streams that copy, between two timed events.
 
     The work may still have to be issued, by a worker thread: until then `wait_host` and `wait_device`
     block the calling thread.
@@ -30,10 +37,16 @@ class DeviceTicket(Ticket):
         self._device = device
         self._clock = clock
         self._start = torch.cuda.Event(enable_timing=True)
-        self._end = torch.cuda.Event(enable_timing=True)
+        # Who waits for it sleeps, and leaves the core to those who score rows.
+        self._end = torch.cuda.Event(enable_timing=True, blocking=True)
         self._issued_at = 0.0
         self._issued = threading.Event()
         self._span: Span | None = None
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def keep_rows(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Give the ticket the ids that `device_rows` returns, before `finish_issue`."""
+        self._rows = rows
 
     def begin(self) -> None:
         """Record the start on the current stream."""
@@ -59,6 +72,14 @@ class DeviceTicket(Ticket):
     def wait_device(self) -> None:
         self._wait_issued()
         torch.cuda.current_stream(self._device).wait_event(self._end)
+
+    def _device_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        self._wait_issued()
+        if self._rows is not None:
+            # Their memory belongs to the copy stream, which would use it again as soon as the ticket goes.
+            for rows in self._rows:
+                rows.record_stream(torch.cuda.current_stream(self._device))
+        return self._rows
 
     def _wait_issued(self) -> None:
         self._issued.wait()
@@ -122,12 +143,23 @@ class CudaTransfer(Transfer):
         self.streams = streams if streams is not None else DeviceStreams(arena_rows.device)
         self.register_bytes = REGISTER_BYTES
         # Whoever filled the arena did so on the compute stream.
-        self.streams.copy.wait_stream(torch.cuda.current_stream(self.streams.device))
+        for stream in (self.streams.copy, self.streams.back):
+            stream.wait_stream(torch.cuda.current_stream(self.streams.device))
         self._clock = DeviceClock(self.streams.device)
         self._in_flight: deque[tuple[DeviceTicket, Pairs]] = deque()
+        self._move_ids = PinnedRing(RING_BYTES)
+        self._uploads = PinnedRing(RING_BYTES)
+        # One a direction: who issues a move may have to wait for a buffer, who writes back must not.
+        self._move_order = threading.Lock()
+        self._back_order = threading.Lock()
 
-    def _ticket(self, num_bytes: int) -> DeviceTicket:
-        return DeviceTicket(num_bytes, self.streams.device, self._clock)
+    def submit(self, move: RowMove, after: Any = None) -> Ticket:
+        self._check_move(move)
+        ticket = self._ticket(len(move) * self.row_bytes)
+        with self._move_order:
+            self._admit(ticket)
+            self._start(self.streams.copy, partial(self._bring, move, after, ticket), after, ticket)
+        return ticket
 
     def write_back(
         self,
@@ -137,26 +169,70 @@ class CudaTransfer(Transfer):
     ) -> Ticket:
         pairs = copy_pairs(src, dst)
         ticket = self._ticket(sum(target.nbytes for _, target in pairs))
-        with self._lock:
-            self._check_open()
-            self._track(ticket)
+        with self._back_order:
+            self._admit(ticket)
             # Tensors dropped by the caller live on here, else their memory would be handed out again
             # while the copy engine still reads or writes it.
             while self._in_flight and self._in_flight[0][0]._complete():
                 self._in_flight.popleft()
             self._in_flight.append((ticket, pairs))
-            self._start(lambda: self._copy_back(pairs), after, ticket)
+            self._start(self.streams.back, partial(self._copy_back, pairs), after, ticket)
         return ticket
 
-    def _start(self, issue: Callable[[], None], after: Any, ticket: DeviceTicket) -> None:
-        """Have ``issue`` put its work on the copy stream, now or in the order of a worker thread."""
-        self._issue(issue, after, ticket)
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        check_upload(array)
+        dense = np.ascontiguousarray(array)
+        out = torch.empty(array.shape, dtype=torch.from_numpy(dense).dtype, device=self.streams.device)
+        with torch.cuda.device(self.streams.device):
+            self._uploads.send(out, [dense])
+        return out
 
-    def _issue(self, issue: Callable[[], None], after: Any, ticket: DeviceTicket) -> None:
+    def close(self) -> None:
+        with self._move_order, self._back_order:
+            if not self._shut():
+                return
+        self._end()
+        self.streams.copy.synchronize()
+        self.streams.back.synchronize()
+        self._in_flight.clear()
+        self._raise_unseen()
+
+    @abstractmethod
+    def _bring(self, move: RowMove, after: Any, ticket: DeviceTicket) -> None:
+        """Put a move on the copy stream, which is current and has waited for ``after``."""
+
+    def _end(self) -> None:
+        """End the threads, if there are any, after what was submitted."""
+
+    def _send_ids(self, move: RowMove, ticket: DeviceTicket, arrays: list[np.ndarray]) -> torch.Tensor:
+        """Upload id lists of a move, its ``dst_rows`` the last of them, on the current stream.
+
+        The ticket gets ``then_rows`` too, where the move has them. The memory is the copy stream's, so it
+        may be dropped as soon as its readers are issued.
+
+        Returns:
+            int64 [arrays, n], or one more with ``then_rows``.
+        """
+        if move.then_rows is not None:
+            arrays = [*arrays, move.then_rows]
+        ids = torch.empty((len(arrays), len(move)), dtype=torch.int64, device=self.streams.device)
+        self._move_ids.send(ids, arrays)
+        if move.then_rows is not None:
+            ticket.keep_rows((ids[-2], ids[-1]))
+        return ids
+
+    def _ticket(self, num_bytes: int) -> DeviceTicket:
+        return DeviceTicket(num_bytes, self.streams.device, self._clock)
+
+    def _start(self, stream: Any, issue: Callable[[], None], after: Any, ticket: DeviceTicket) -> None:
+        """Have ``issue`` put its work on ``stream``, now or in the order of a worker thread."""
+        self._issue(stream, issue, after, ticket)
+
+    def _issue(self, stream: Any, issue: Callable[[], None], after: Any, ticket: DeviceTicket) -> None:
         try:
-            with self.streams.on_copy():
+            with self.streams.on(stream):
                 if after is not None:
-                    self.streams.copy.wait_event(after)
+                    stream.wait_event(after)
                 if self.delay is not None:
                     self.delay()
                 ticket.begin()
@@ -170,12 +246,6 @@ class CudaTransfer(Transfer):
         for source, target in pairs:
             for begin, end in within_registrations(target, base, self.register_bytes):
                 target[begin:end].copy_(source[begin:end], non_blocking=True)
-
-    def _drain(self) -> None:
-        """Wait for the copy stream, then let go of what was kept for it."""
-        self.streams.copy.synchronize()
-        self._in_flight.clear()
-        self._raise_unseen()
 
 
 def within_registrations(target: torch.Tensor, base: int, size: int) -> list[tuple[int, int]]:

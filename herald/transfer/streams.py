@@ -31,10 +31,12 @@ class HostEvent:
 
 
 class DeviceStreams:
-    """The two streams of a device: ``compute``, current when this is made, and ``copy``.
+    """The streams of a device: ``compute``, current when this is made, ``copy`` and ``back``.
 
-    The copy stream has high priority: its few blocks get the next free SM instead of waiting behind
-    the compute stream's grids. On the CPU both are None and every method returns at once.
+    ``copy`` takes rows to the device, with high priority: its few blocks get the next free SM instead of
+    waiting behind the compute stream's grids. ``back`` takes rows to the host, by the copy engine, so
+    that neither direction queues behind the other. On the CPU all are None and every method returns at
+    once.
 
     Args:
         device: the device.
@@ -45,19 +47,21 @@ class DeviceStreams:
         self.is_cuda = self.device.type == "cuda"
         self.compute: Any = None
         self.copy: Any = None
+        self.back: Any = None
         if self.is_cuda:
             if self.device.index is None:
                 self.device = torch.device("cuda", torch.cuda.current_device())
             self.compute = torch.cuda.current_stream(self.device)
             self.copy = torch.cuda.Stream(self.device, priority=-1)
+            self.back = torch.cuda.Stream(self.device)
 
     @contextmanager
-    def on_copy(self) -> Iterator[None]:
-        """Make the device and its copy stream current for the calling thread."""
+    def on(self, stream: Any) -> Iterator[None]:
+        """Make the device and one of its streams current for the calling thread."""
         if not self.is_cuda:
             yield
             return
-        with torch.cuda.device(self.device), torch.cuda.stream(self.copy):
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
     def record_event(self, timed: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""The CPU device: a thread in place of the copy stream."""
+"""The CPU device: threads in place of the streams that copy."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from herald.transfer.base import RowMove, Span, Ticket, Transfer, copy_pairs
+from herald.transfer.base import RowMove, Span, Ticket, Transfer, check_upload, copy_pairs
 from herald.transfer.packing import as_words, copy_listed_rows
 from herald.transfer.worker import FifoWorker
 
 
 class HostTicket(Ticket):
-    """Completion of a job of the worker thread."""
+    """Completion of a job of a worker thread.
 
-    def __init__(self, num_bytes: int) -> None:
+    Args:
+        num_bytes: payload.
+        move: what moves, or None for a copy to the host.
+    """
+
+    def __init__(self, num_bytes: int, move: RowMove | None = None) -> None:
         super().__init__(num_bytes)
+        self._move = move
         self._ended = threading.Event()
         self._span: Span | None = None
 
@@ -42,13 +48,18 @@ class HostTicket(Ticket):
     def wait_device(self) -> None:
         self.wait_host()
 
+    def _device_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self._move is None or self._move.then_rows is None:
+            return None
+        return torch.from_numpy(self._move.dst_rows), torch.from_numpy(self._move.then_rows)
+
     @property
     def span(self) -> Span | None:
         return self._span
 
 
 class ThreadTransfer(Transfer):
-    """Copies rows in a thread of its own that holds no lock of the interpreter while it copies.
+    """Copies rows in threads of its own, one a direction, that hold no lock of the interpreter meanwhile.
 
     ``after`` may be None or anything with ``synchronize()``, which the worker calls first.
     """
@@ -61,12 +72,14 @@ class ThreadTransfer(Transfer):
         self._arena_words = as_words(arena_rows).view(self._pool_words.dtype)
         # Compiles the kernel here rather than inside the first block.
         copy_listed_rows(self._arena_words, np.empty(0, np.int64), self._pool_words, np.empty(0, np.int64))
-        self._worker = FifoWorker("herald-transfer")
+        self._mover = FifoWorker("herald-transfer")
+        self._writer = FifoWorker("herald-write-back")
+        self._order = threading.Lock()
 
     def submit(self, move: RowMove, after: Any = None) -> Ticket:
         self._check_move(move)
         copy = partial(copy_listed_rows, self._arena_words, move.dst_rows, self._pool_words, move.src_rows)
-        return self._queue(copy, after, len(move) * self.row_bytes)
+        return self._queue(self._mover, copy, after, HostTicket(len(move) * self.row_bytes, move))
 
     def write_back(
         self,
@@ -80,22 +93,26 @@ class ThreadTransfer(Transfer):
             for source, target in pairs:
                 target.copy_(source)
 
-        return self._queue(copy, after, sum(t.nbytes for _, t in pairs))
+        return self._queue(self._writer, copy, after, HostTicket(sum(t.nbytes for _, t in pairs)))
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        check_upload(array)
+        return torch.from_numpy(array)
 
     def close(self) -> None:
-        with self._lock:
-            if self._closed:
+        with self._order:
+            if not self._shut():
                 return
-            self._closed = True
-        self._worker.close()
+        self._mover.close()
+        self._writer.close()
         self._raise_unseen()
 
-    def _queue(self, copy: Callable[[], None], after: Any, num_bytes: int) -> Ticket:
-        ticket = HostTicket(num_bytes)
-        with self._lock:
-            self._check_open()
-            self._track(ticket)
-            self._worker.submit(partial(self._run, copy, after, ticket))
+    def _queue(
+        self, worker: FifoWorker, copy: Callable[[], None], after: Any, ticket: HostTicket
+    ) -> HostTicket:
+        with self._order:
+            self._admit(ticket)
+            worker.submit(partial(self._run, copy, after, ticket))
         return ticket
 
     def _run(self, copy: Callable[[], None], after: Any, ticket: HostTicket) -> None:

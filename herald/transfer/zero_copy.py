@@ -3,48 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from herald.config import check
 from herald.errors import InvalidOption
-from herald.transfer.base import RowMove, Ticket
-from herald.transfer.cuda import CudaTransfer, Ring
+from herald.transfer.base import RowMove
+from herald.transfer.cuda import CudaTransfer, DeviceTicket
+from herald.transfer.gather_kernel import BULK, REGISTERS, CompiledGather, GatherKernel, widest_piece
 from herald.transfer.streams import DeviceStreams
 
-# Ids of one launch, and how many launches may be under way before `submit` blocks: 16 bytes a row of
-# page-locked and of device memory, 16 MiB each.
-CHUNK_ROWS = 262_144
-RING_SLOTS = 4
+# What a transfer uses unless told otherwise; chosen by bench_longctx/transfer/bench_interference.py.
+KERNEL = BULK
+BLOCKS = 1
+LAUNCH_BYTES = 1 << 20
 # cudaMemoryTypeHost, in cudaPointerAttributes.
 HOST_MEMORY = 1
-
-
-class IdSlot:
-    """Row ids of one launch: source ids, then destination ids, on the host and on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.host = torch.empty(2 * CHUNK_ROWS, dtype=torch.int64, pin_memory=True)
-        self.array = self.host.numpy()
-        self.device = torch.empty(2 * CHUNK_ROWS, dtype=torch.int64, device=device)
-        self.busy: Any = None
-
-
-def gather_source() -> Path:
-    """The kernel's source: inside an installed package, or in the checkout of an editable install.
-
-    Raises:
-        FileNotFoundError: it is in neither place.
-    """
-    package = Path(__file__).resolve().parents[1]
-    places = (package / "_csrc" / "gather.cu", package.parent / "csrc" / "gather.cu")
-    for place in places:
-        if place.is_file():
-            return place
-    raise FileNotFoundError(f"gather.cu is in none of {', '.join(map(str, places))}; reinstall the package")
 
 
 def zero_copy_problem(pool_rows: torch.Tensor, device: torch.device) -> str:
@@ -69,28 +44,25 @@ def zero_copy_problem(pool_rows: torch.Tensor, device: torch.device) -> str:
     return ""
 
 
-def widest_piece(row_bytes: int, *addresses: int) -> int:
-    """Bytes of the widest access (16, 8, 4, 2 or 1) that rows at these addresses allow."""
-    piece = 16
-    while any(value % piece for value in (row_bytes, *addresses)):
-        piece //= 2
-    return piece
-
-
 class ZeroCopyTransfer(CudaTransfer):
-    """One kernel gathers rows over PCIe and scatters them into the arena; the CPU touches no row.
+    """A kernel gathers rows over PCIe and scatters them into the arena; the CPU touches no row.
+
+    A move is launched in pieces. Between two of them the compute stream's kernels can have the SM.
 
     Args:
         pool_rows: see `Transfer`; page-locked (`zero_copy_problem` says whether it can be read).
         arena_rows: see `Transfer`.
         streams: see `CudaTransfer`.
-        blocks: thread blocks a transfer occupies, one an SM. More is faster and disturbs the compute
-            stream more; may be changed between transfers.
-        threads: threads of a block, a multiple of 32.
-        in_flight: loads a thread has outstanding.
+        blocks: thread blocks a transfer occupies. More are faster, and disturb the compute stream more; may
+            be changed between transfers.
+        kernel: which kernel gathers, or None for `KERNEL` where the device and the rows allow it, and the
+            one that always works elsewhere.
+        launch_bytes: rows of one launch, in bytes; at least one row, 0 for one launch a move. May be changed
+            between transfers.
 
     Raises:
-        InvalidOption: the pool cannot be read by the device, or a number is out of range.
+        InvalidOption: the pool cannot be read by the device, the kernel cannot be used for such rows,
+            ``blocks`` is below 1, or ``launch_bytes`` below 0.
     """
 
     name = "zero_copy"
@@ -100,79 +72,42 @@ class ZeroCopyTransfer(CudaTransfer):
         pool_rows: torch.Tensor,
         arena_rows: torch.Tensor,
         streams: DeviceStreams | None = None,
-        blocks: int = 2,
-        threads: int = 512,
-        in_flight: int = 8,
+        blocks: int = BLOCKS,
+        kernel: GatherKernel | None = None,
+        launch_bytes: int = LAUNCH_BYTES,
     ) -> None:
         problem = zero_copy_problem(pool_rows, arena_rows.device)
         if problem:
             raise InvalidOption(f"transfer='zero_copy' cannot be used: {problem}", "use 'auto' or 'staged'")
-        if blocks < 1 or in_flight < 1 or threads % 32 or not 32 <= threads <= 1024:
-            raise InvalidOption(
-                f"blocks={blocks}, threads={threads}, in_flight={in_flight} is not a launch",
-                "use such as blocks=2, threads=512, in_flight=8",
-            )
+        check(blocks >= 1, "blocks", blocks, "use 1 or more")
+        check(launch_bytes >= 0, "launch_bytes", launch_bytes, "use 0 or more")
         super().__init__(pool_rows, arena_rows, streams)
         self.blocks = blocks
-        self.threads = threads
+        self.launch_bytes = launch_bytes
         piece = widest_piece(self.row_bytes, pool_rows.data_ptr(), arena_rows.data_ptr())
-        self._block_bytes = threads * in_flight * piece
-        cupy = importlib.import_module("cupy")
-        with self.streams.on_copy():
-            self._stream = cupy.cuda.ExternalStream(self.streams.copy.cuda_stream, self.streams.device.index)
-            module = cupy.RawModule(
-                code=gather_source().read_text(),
-                options=(
-                    f"-DROW_BYTES={self.row_bytes}",
-                    f"-DPIECE={piece}",
-                    f"-DIN_FLIGHT={in_flight}",
-                    f"-DTHREADS={threads}",
-                ),
-            )
-            self._kernel = module.get_function("gather_rows")
-            self._ring = Ring(partial(IdSlot, self.streams.device), RING_SLOTS)
+        self.kernel = self._usable(kernel, piece)
+        with torch.cuda.device(self.streams.device):
+            self._gather = CompiledGather(self.kernel, self.row_bytes, piece)
 
-    def submit(self, move: RowMove, after: Any = None) -> Ticket:
-        self._check_move(move)
-        ticket = self._ticket(len(move) * self.row_bytes)
-        with self._lock:
-            self._check_open()
-            self._track(ticket)
-            self._start(partial(self._gather, move), after, ticket)
-        return ticket
+    def _usable(self, kernel: GatherKernel | None, piece: int) -> GatherKernel:
+        capability = torch.cuda.get_device_capability(self.streams.device)
+        problem = (kernel or KERNEL).problem(capability, self.row_bytes, piece)
+        if kernel is None:
+            return REGISTERS if problem else KERNEL
+        if problem:
+            raise InvalidOption(f"kernel={kernel} cannot be used: {problem}", "leave kernel out")
+        return kernel
 
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._drain()
-
-    def _gather(self, move: RowMove) -> None:
-        for first in range(0, len(move), CHUNK_ROWS):
-            last = min(first + CHUNK_ROWS, len(move))
-            slot = self._ring.acquire()
-            try:
-                self._launch(slot, move.src_rows[first:last], move.dst_rows[first:last])
-            finally:
-                self._ring.release(slot)
-
-    def _launch(self, slot: IdSlot, src_rows: np.ndarray, dst_rows: np.ndarray) -> None:
-        n = len(src_rows)
-        slot.array[:n] = src_rows
-        slot.array[n : 2 * n] = dst_rows
-        slot.device[: 2 * n].copy_(slot.host[: 2 * n], non_blocking=True)
-        ids = slot.device.data_ptr()
-        useful_blocks = -(-n * self.row_bytes // self._block_bytes)
-        with self._stream:
-            self._kernel(
-                (min(self.blocks, useful_blocks),),
-                (self.threads,),
-                (
-                    np.uint64(self.pool_rows.data_ptr()),
-                    np.uint64(self.arena_rows.data_ptr()),
-                    np.uint64(ids),
-                    np.uint64(ids + 8 * n),
-                    np.int64(n),
-                ),
+    def _bring(self, move: RowMove, after: Any, ticket: DeviceTicket) -> None:
+        ids = self._send_ids(move, ticket, [move.src_rows, move.dst_rows])
+        if len(move):
+            self._gather.launch(
+                self.streams.copy.cuda_stream,
+                self.blocks,
+                self.pool_rows.data_ptr(),
+                self.arena_rows.data_ptr(),
+                ids[0].data_ptr(),
+                ids[1].data_ptr(),
+                len(move),
+                max(1, self.launch_bytes // self.row_bytes) if self.launch_bytes else 0,
             )

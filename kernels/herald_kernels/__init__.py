@@ -9,10 +9,13 @@ from herald_kernels.dispatch import OPS, Backend, backend
 from herald_kernels.ops.commit import commit
 from herald_kernels.ops.copy_rows import copy_rows
 from herald_kernels.ops.greedy_confidence import greedy_confidence
+from herald_kernels.ops.open_blocks import open_blocks
 from herald_kernels.ops.prefill_attention import prefill_attention
 from herald_kernels.ops.qk_norm_rope import qk_norm_rope
 from herald_kernels.ops.resident_attention import resident_attention
+from herald_kernels.ops.rms_norm import rms_norm
 from herald_kernels.ops.score_rows import score_rows
+from herald_kernels.ops.silu_mul import silu_mul
 
 __all__ = [
     "OPS",
@@ -21,8 +24,11 @@ __all__ = [
     "commit",
     "copy_rows",
     "greedy_confidence",
+    "open_blocks",
     "prefill_attention",
     "qk_norm_rope",
     "resident_attention",
+    "rms_norm",
     "score_rows",
+    "silu_mul",
 ]

@@ -14,10 +14,13 @@ OPS = (
     "commit",
     "copy_rows",
     "greedy_confidence",
+    "open_blocks",
     "prefill_attention",
     "qk_norm_rope",
     "resident_attention",
+    "rms_norm",
     "score_rows",
+    "silu_mul",
 )
 
 OLDEST_TRITON = (3, 4)

@@ -56,7 +56,8 @@ def check_resident_rows(engine: Engine, requests: list[Request]) -> int:
         if request.phase is not Phase.DECODE or request.resident is None or request.pages is None:
             continue
         resident = request.resident
-        held = resident.slot_positions[:, :, : resident.length]
+        _, length, slots = resident.snapshot()
+        held = slots[:, :, :length]
         for layer, head in np.ndindex(held.shape[:2]):
             positions = held[layer, head]
             assert len(set(positions.tolist())) == resident.length, "a position is resident twice"

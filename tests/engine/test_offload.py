@@ -120,6 +120,47 @@ def test_everything_selected_equals_dense(make_engine: MakeEngine) -> None:
         assert found == expected, bits
 
 
+@pytest.mark.parametrize("lag", [1, 2])
+def test_refresh_within_a_block(make_engine: MakeEngine, lag: int) -> None:
+    """A refresh changes the set at one fixed step, to true rows, however long its selection takes."""
+    slow = SamplingParams(max_tokens=44, ignore_eos=True, confidence_threshold=None, denoising_steps=8)
+    offload = OffloadConfig(kv_budget=0.2, refresh_step=1, refresh_lag=lag, lookahead_step=5, **SMALL)
+    prompts = [random_prompt(n, n) for n in (61, 150, 333)]
+
+    def decode(delay: float) -> list[list[int]]:
+        engine = make_engine("sdar_b8", offload)
+        engine.on_retriever = lambda retriever, store: setattr(retriever, "delay", lambda: time.sleep(delay))
+        compared: list[int] = []
+        requests = run(engine, prompts, slow, lambda live: compared.append(check_resident_rows(engine, live)))
+        assert sum(compared) > 10_000
+        assert not leaks(engine)
+        spans = [s for s in engine.trace.spans() if s.kind == "selection"]
+        assert len(spans) >= 2 * len({(s.request_id, s.block) for s in spans}) - 6  # refresh and look-ahead
+        return tokens(requests)
+
+    found = decode(0.0)
+    assert decode(0.01) == found
+    plain = make_engine("sdar_b8", OffloadConfig(kv_budget=0.2, lookahead_step=5, **SMALL))
+    assert tokens(run(plain, prompts, slow)) != found
+
+
+def test_refresh_of_everything_equals_dense(make_engine: MakeEngine) -> None:
+    prompts = [random_prompt(n, n) for n in (7, 64, 200)]
+    expected = tokens(run(make_engine("sdar_b8"), prompts, PARAMS))
+    offload = OffloadConfig(kv_budget=1.0, difference_only=False, refresh_step=1, refresh_lag=1, **SMALL)
+    assert tokens(run(make_engine("sdar_b8", offload), prompts, PARAMS)) == expected
+
+
+def test_a_refresh_that_misses_its_block_is_dropped(make_engine: MakeEngine) -> None:
+    """Blocks that end before the refresh lands go on with the look-ahead or a selection at the boundary."""
+    offload = OffloadConfig(kv_budget=0.2, refresh_step=1, refresh_lag=9, **SMALL)
+    engine = make_engine("sdar_b8", offload)
+    engine.on_retriever = lambda retriever, store: setattr(retriever, "delay", lambda: time.sleep(0.003))
+    requests = run(engine, [random_prompt(n, n) for n in (90, 300)], PARAMS)
+    assert all(len(r.missed) > 2 and len(r.output_ids) == 44 for r in requests)
+    assert not leaks(engine)
+
+
 def test_sparse_differs_from_dense_when_starved(make_engine: MakeEngine) -> None:
     """The budget is real: with very few rows a random model's tokens change."""
     prompts = [random_prompt(400, n) for n in range(4)]
@@ -172,9 +213,9 @@ def test_literal_mask_in_the_prompt_stays(make_engine: MakeEngine) -> None:
 
     def watch(live) -> None:
         seen.extend(
-            r.tokens.tolist()[: r.prompt_in_block]
+            engine.decoder.table(8).tokens[r.slot].tolist()[: r.prompt_in_block(r.block)]
             for r in live
-            if r.block == r.prompt_blocks and r.tokens is not None
+            if r.block == r.prompt_blocks and r.slot >= 0
         )
 
     run(engine, [prompt], PARAMS, watch)
@@ -389,8 +430,9 @@ def test_index_covers_every_layer_of_a_prompt(make_engine: MakeEngine) -> None:
             fresh = KeyIndex(store.pool, 8)
             fresh.append_span(request.pages, 0, whole * 64)
             pages = request.pages[:whole]
-            assert np.array_equal(store.index.codes[:, pages], fresh.codes[:, pages])
-            assert np.array_equal(store.index.scales[:, pages], fresh.scales[:, pages])
+            for built, expected in zip(store.index.arrays, fresh.arrays):
+                assert np.array_equal(built[:, pages], expected[:, pages])
+            assert (store.index.page_scales[:, pages] > 0).all()
             assert store.index.codes[:, pages].any(axis=(1, 2, 3, 4)).all()
             checked.append(whole)
             fresh.close()

@@ -66,6 +66,32 @@ def test_resident_rows_equal_the_pool(dtype: torch.dtype, transfer: str, bits: i
     engine.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("threshold", [None, 0.02], ids=["static", "threshold"])
+def test_graphs_change_no_token(dtype: torch.dtype, threshold: float | None) -> None:
+    """Recorded steps, one ahead of what the host has read, give what kernel by kernel steps give."""
+    prompts = [random_prompt(n, n) for n in (3, 90, 170, 260)]
+    params = replace(PARAMS, confidence_threshold=threshold)
+    found = []
+    for graphs in (False, True):
+        engine = make(OffloadConfig(kv_budget=0.2, **SMALL), dtype, cuda_graphs=graphs)
+        found.append([tokens(run(engine, [prompt], params))[0] for prompt in prompts])
+        assert engine.runner.use_graphs == graphs and len(engine.runner.programs) > 0
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_sampling_in_recorded_steps() -> None:
+    """Requests that sample share recorded steps with greedy ones; neither notices."""
+    greedy, warm = PARAMS, replace(PARAMS, temperature=0.8, top_k=40, seed=7)
+    prompts = [random_prompt(90, 1), random_prompt(60, 2)]
+    engine = make(OffloadConfig(kv_budget=0.2, **SMALL))
+    alone = [tokens(run(engine, [p], q))[0] for p, q in zip(prompts, (greedy, warm), strict=True)]
+    assert tokens(run(engine, prompts, [greedy, warm])) == alone
+    assert tokens(run(engine, prompts[1:], replace(warm, seed=8)))[0] != alone[1]
+    engine.close()
+
+
 def test_sparse_tokens_of_the_cpu() -> None:
     """float32 on the GPU decodes what the CPU decodes, at a sparse budget."""
     offload = OffloadConfig(kv_budget=0.2, **SMALL)

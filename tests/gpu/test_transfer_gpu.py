@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,17 @@ import torch
 
 from herald.errors import InvalidOption
 from herald.kvstore import HostSlab
-from herald.transfer import RowMove, StagedTransfer, Transfer, ZeroCopyTransfer, make_transfer, verify_rows
-from herald.transfer import zero_copy as zero_copy_module
+from herald.transfer import (
+    GatherKernel,
+    RowMove,
+    StagedTransfer,
+    Transfer,
+    ZeroCopyTransfer,
+    make_transfer,
+    verify_rows,
+)
+from herald.transfer import cuda as cuda_module
+from herald.transfer.gather_kernel import BULK, REGISTERS, widest_piece
 from herald.transfer.zero_copy import zero_copy_problem
 
 pytestmark = pytest.mark.gpu
@@ -24,17 +34,30 @@ SLEEP_CYCLES = 100_000_000  # some 55 ms
 Make = Callable[..., Transfer]
 
 
-@pytest.fixture(params=["zero_copy", "staged"])
+KERNELS = {
+    "registers": REGISTERS,
+    "bulk": GatherKernel("bulk", warps=2, depth=3, width=32),
+}
+
+
+@pytest.fixture(params=["staged", *KERNELS])
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Makes transfers of one kind and closes them."""
     made: list[Transfer] = []
 
     def of_kind(pool: torch.Tensor, arena: torch.Tensor) -> Transfer:
-        if request.param == "zero_copy":
-            pytest.importorskip("cupy", reason="zero_copy needs CuPy")
-            made.append(ZeroCopyTransfer(pool, arena))
-        else:
+        if request.param == "staged":
             made.append(StagedTransfer(pool, arena, num_threads=2))
+            return made[-1]
+        pytest.importorskip("cupy", reason="zero_copy needs CuPy")
+        kernel, row_bytes = KERNELS[request.param], pool.shape[1] * pool.element_size()
+        piece = widest_piece(row_bytes, pool.data_ptr(), arena.data_ptr())
+        problem = kernel.problem(torch.cuda.get_device_capability(), row_bytes, piece)
+        if problem:
+            with pytest.raises(InvalidOption, match="leave kernel out"):
+                ZeroCopyTransfer(pool, arena, kernel=kernel)
+            pytest.skip(problem)
+        made.append(ZeroCopyTransfer(pool, arena, kernel=kernel))
         return made[-1]
 
     yield of_kind
@@ -82,6 +105,40 @@ def test_rows_arrive_and_nothing_else_changes(make: Make, width: int, n: int) ->
     verify_rows(move, pool, arena)
 
 
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("kernel", [*KERNELS.values(), BULK], ids=str)
+def test_pieces_of_a_move_bring_the_same_rows(kernel: GatherKernel, blocks: int) -> None:
+    """Moves that end before, at and behind the edge of a piece, and one with more pieces than are allowed."""
+    pytest.importorskip("cupy", reason="zero_copy needs CuPy")
+    problem = kernel.problem(torch.cuda.get_device_capability(), 512, 16)
+    if problem:
+        pytest.skip(problem)
+    pool, arena = pinned_rows(9000, 256), nan_rows(8000, 256)
+    with ZeroCopyTransfer(pool, arena, blocks=blocks, kernel=kernel) as transfer:
+        for piece, n in itertools.product((1, 97, 128), (1, 96, 97, 98, 128, 129, 3 * 97, 3 * 128 + 1, 6001)):
+            move = random_move(piece + n, 9000, 8000, n)
+            expected = expected_rows(pool, 8000, [move])
+            for launch_bytes in (0, piece * 512):
+                transfer.launch_bytes = launch_bytes
+                arena.fill_(float("nan"))
+                torch.cuda.synchronize()
+                transfer.submit(move).wait_host()
+                assert_same_bytes(arena, expected)
+
+
+def test_pieces_keep_the_order_of_moves() -> None:
+    """The later of two moves to the same rows wins, whatever the pieces of both are."""
+    pytest.importorskip("cupy", reason="zero_copy needs CuPy")
+    pool, arena = pinned_rows(6000, 256), nan_rows(3000, 256)
+    rng = np.random.default_rng(11)
+    moves = [RowMove(rng.integers(0, 6000, 3000), rng.permutation(3000)) for _ in range(6)]
+    with ZeroCopyTransfer(pool, arena, blocks=3) as transfer:
+        for move, rows in zip(moves, (2048, 7, 0, 100, 1, 999), strict=True):
+            transfer.launch_bytes = rows * 512
+            transfer.submit(move)
+    assert_same_bytes(arena, expected_rows(pool, 3000, moves[-1:]))
+
+
 def test_nothing_to_move(make: Make) -> None:
     arena = nan_rows(4, 16)
     ticket = make(pinned_rows(4, 16), arena).submit(RowMove(np.empty(0, np.int64), np.empty(0, np.int64)))
@@ -101,7 +158,7 @@ def test_rows_at_narrow_addresses(make: Make, shift: int) -> None:
 
 def test_moves_longer_than_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy", reason="zero_copy needs CuPy")
-    monkeypatch.setattr(zero_copy_module, "CHUNK_ROWS", 100)
+    monkeypatch.setattr(cuda_module, "RING_BYTES", 4096)
     pool, arena = pinned_rows(5000, 64), nan_rows(5000, 64)
     move = random_move(1, 5000, 5000, 4321)
     for transfer in (ZeroCopyTransfer(pool, arena), StagedTransfer(pool, arena, chunk_bytes=100 * 128)):
@@ -172,6 +229,7 @@ def test_wait_device_orders_the_compute_stream(make: Make) -> None:
 
 def test_after_holds_both_directions_back(make: Make) -> None:
     pool, arena = pinned_rows(64, 64), nan_rows(64, 64)
+    pool[32:48] = 7
     transfer = make(pool, arena)
     source = torch.zeros(16, 64, dtype=torch.bfloat16, device=DEVICE)
     torch.cuda.synchronize()
@@ -179,12 +237,93 @@ def test_after_holds_both_directions_back(make: Make) -> None:
     source.fill_(3)
     arena.fill_(5)
     event = torch.cuda.current_stream().record_event()
-    transfer.write_back(source, pool[:16], after=event)
-    ticket = transfer.submit(RowMove(np.arange(16), np.arange(16, 32)), after=event)
-    ticket.wait_host()
+    back = transfer.write_back(source, pool[:16], after=event)
+    ticket = transfer.submit(RowMove(np.arange(32, 48), np.arange(16, 32)), after=event)
+    back.wait_host()
     assert (pool[:16] == 3).all()
-    assert (arena[16:32] == 3).all(), "rows written back before are fetched as written"
+    ticket.wait_host()
+    assert (arena[16:32] == 7).all(), "the move did not wait for the work before its event"
     assert (arena[:16] == 5).all() and (arena[32:] == 5).all()
+    transfer.submit(RowMove(np.arange(16), np.arange(48, 64))).wait_host()
+    assert (arena[48:] == 3).all(), "rows written back before are fetched as written"
+
+
+@pytest.mark.parametrize("held", ["submit", "write_back"])
+def test_neither_direction_queues_behind_the_other(make: Make, held: str) -> None:
+    """One direction waits for 55 ms of compute; the other, issued after it, does not."""
+    pool, arena = pinned_rows(64, 64), nan_rows(64, 64)
+    transfer = make(pool, arena)
+    source = torch.ones(16, 64, dtype=torch.bfloat16, device=DEVICE)
+    move = RowMove(np.arange(32, 48), np.arange(16, 32))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    compute_end = torch.cuda.current_stream().record_event()
+    if held == "submit":
+        stuck, free = transfer.submit(move, compute_end), transfer.write_back(source, pool[:16])
+    else:
+        stuck, free = transfer.write_back(source, pool[:16], compute_end), transfer.submit(move)
+    free.wait_host()
+    assert not compute_end.query() and not stuck.done()
+    stuck.wait_host()
+    assert (pool[:16] == 1).all() and torch.equal(arena[16:32].cpu(), pool[32:48])
+
+
+def test_a_ticket_brings_where_its_arrivals_go_next(make: Make) -> None:
+    """Many tickets, each used on the compute stream and dropped while its kernels are still to run."""
+    pool, arena = pinned_rows(4096, 64), nan_rows(8192, 64)
+    transfer = make(pool, arena)
+    rng = np.random.default_rng(8)
+    expected = arena.cpu()
+    for _ in range(30):
+        n = int(rng.integers(1, 2000))
+        src, then = rng.integers(0, 4096, n), rng.permutation(4096)[:n]
+        # The staging rows are the same ones each time: the next move waits for the scatter of this one.
+        after = torch.cuda.current_stream().record_event()
+        ticket = transfer.submit(RowMove(src, np.arange(4096, 4096 + n), then), after)
+        ticket.wait_device()
+        staged, slots = ticket.device_rows()
+        torch.cuda._sleep(500_000)
+        arena.index_copy_(0, slots, arena.index_select(0, staged))
+        expected[torch.from_numpy(then)] = pool[torch.from_numpy(src)]
+        del ticket, staged, slots
+        gc.collect()
+    torch.cuda.synchronize()
+    assert_same_bytes(arena[:4096], expected[:4096])
+
+
+def test_uploads_do_not_wait_for_the_stream(make: Make) -> None:
+    transfer = make(pinned_rows(8, 64), nan_rows(8, 64))
+    transfer.upload(np.zeros(1000, np.int64))
+    torch.cuda.synchronize()
+    rng = np.random.default_rng(9)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    busy = torch.cuda.current_stream().record_event()
+    sent = []
+    for n in (1, 0, 1000, 77, 30_000, 5) * 5:
+        array = rng.integers(0, 1 << 40, n)
+        sent.append((array.copy(), transfer.upload(array)))
+        array[:] = -1
+    assert not busy.query(), "an upload waited for the compute stream"
+    for array, tensor in sent:
+        np.testing.assert_array_equal(tensor.cpu().numpy(), array)
+    flags = np.array([[True, False], [False, True]])
+    assert transfer.upload(flags).tolist() == flags.tolist()
+
+
+def test_what_a_submit_costs(make: Make, record_property: Callable[[str, object], None]) -> None:
+    """Python around the copies of ids, of a move that is small."""
+    pool, arena = pinned_rows(4096, 256), nan_rows(4096, 256)
+    transfer = make(pool, arena)
+    move = RowMove(np.arange(64), np.arange(64), np.arange(64, 128))
+    seconds = []
+    for _ in range(200):
+        start = time.perf_counter()
+        ticket = transfer.submit(move)
+        seconds.append(time.perf_counter() - start)
+        ticket.wait_host()
+    record_property(f"{transfer.name}_submit_us", round(float(np.median(seconds)) * 1e6, 1))
+    # 0.05 ms when the machine is quiet; the figure is kept, the bound only tells a blocking call.
+    assert np.median(seconds) < 2e-3
 
 
 def test_submit_from_another_thread(make: Make) -> None:
@@ -275,6 +414,12 @@ def test_zero_copy_reads_across_registrations() -> None:
         del pool, transfer
 
 
+def test_the_default_kernel_is_the_one_for_the_device() -> None:
+    pytest.importorskip("cupy", reason="zero_copy needs CuPy")
+    with ZeroCopyTransfer(pinned_rows(8, 256), nan_rows(8, 256)) as transfer:
+        assert transfer.kernel == (BULK if torch.cuda.get_device_capability() >= (9, 0) else REGISTERS)
+
+
 def test_auto_takes_zero_copy_where_the_pool_is_pinned() -> None:
     pytest.importorskip("cupy", reason="zero_copy needs CuPy")
     transfer, why = make_transfer("auto", pinned_rows(8, 64), nan_rows(8, 64), DEVICE, 2)
@@ -295,13 +440,19 @@ def test_auto_says_why_it_fell_back() -> None:
         make_transfer("zero_copy", pool, arena, DEVICE, 2)
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 4, 16])
-def test_bandwidth_of_zero_copy(record_property: Callable[[str, object], None], blocks: int) -> None:
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_bandwidth_of_zero_copy(
+    record_property: Callable[[str, object], None], name: str, blocks: int
+) -> None:
     pytest.importorskip("cupy", reason="zero_copy needs CuPy")
     pool, arena, move = bandwidth_case()
-    with ZeroCopyTransfer(pool, arena, blocks=blocks) as transfer:
+    problem = KERNELS[name].problem(torch.cuda.get_device_capability(), 512, 16)
+    if problem:
+        pytest.skip(problem)
+    with ZeroCopyTransfer(pool, arena, blocks=blocks, kernel=KERNELS[name], launch_bytes=0) as transfer:
         rate = best_rate(transfer, move)
-    record_property(f"zero_copy_{blocks}_blocks_GB_per_s", round(rate, 1))
+    record_property(f"{name}_{blocks}_blocks_GB_per_s", round(rate, 1))
     assert rate > 1.0
 
 

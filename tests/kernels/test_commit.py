@@ -10,93 +10,134 @@ from tests.kernels import naive
 from tests.kernels.support import Draw, Target
 
 MASK = 99
+NUM_SLOTS = 30
+DUMMY = NUM_SLOTS - 1
 
 
-class Lanes:
-    """Random lanes with many equal confidences."""
+class Step:
+    """Random tables, and a step over some of their slots, with many equal confidences."""
 
-    def __init__(self, target: Target, seed: int, num_lanes: int, block_length: int) -> None:
+    def __init__(self, target: Target, seed: int, num_rows: int, block_length: int) -> None:
         draw = Draw(target, seed)
-        self.masked = draw.integers(0, 3, num_lanes, block_length) > 0
-        self.tokens = draw.integers(0, 50, num_lanes, block_length).masked_fill(self.masked, MASK)
-        self.candidate = draw.integers(100, 200, num_lanes, block_length)
-        self.confidence = draw.integers(0, 9, num_lanes, block_length).float() / 8
-        self.quota = draw.integers(0, block_length + 2, num_lanes).int()
+        self.masked = draw.integers(0, 3, NUM_SLOTS, block_length) > 0
+        self.masked[DUMMY] = False
+        self.tokens = draw.integers(0, 50, NUM_SLOTS, block_length).masked_fill(self.masked, MASK)
+        self.draft = draw.integers(300, 400, NUM_SLOTS, block_length)
+        self.slots = draw.permutation(DUMMY)[:num_rows]
+        self.candidate = draw.integers(100, 200, num_rows, block_length)
+        self.best = draw.integers(200, 300, num_rows, block_length)
+        self.confidence = draw.integers(0, 9, num_rows, block_length).float() / 8
+        self.quota = draw.integers(0, block_length + 2, num_rows)
         thresholds = torch.tensor([float("inf"), 0.9, 0.5, 0.0], device=target.device)
-        self.threshold = thresholds[draw.integers(0, 4, num_lanes)]
+        self.threshold = thresholds[draw.integers(0, 4, NUM_SLOTS)]
 
-    def run(self) -> torch.Tensor:
-        return commit(self.tokens, self.masked, self.candidate, self.confidence, self.quota, self.threshold)
+    def run(self, rows: list[int] | None = None) -> torch.Tensor:
+        """The step over all rows or some."""
+        chosen = slice(None) if rows is None else rows
+        return commit(
+            self.tokens,
+            self.masked,
+            self.draft,
+            self.slots[chosen],
+            self.best[chosen],
+            self.candidate[chosen],
+            self.confidence[chosen],
+            self.quota[chosen],
+            self.threshold,
+        )
 
 
 @pytest.mark.parametrize("block_length", [1, 4, 5, 8, 16, 32, 64])
 def test_commits_what_the_definition_says(target: Target, block_length: int) -> None:
-    lanes = Lanes(target, block_length, 24, block_length)
-    lanes.masked[0] = False
-    lanes.confidence[3, ::2] = float("nan")
-    tokens, masked = lanes.tokens.clone(), lanes.masked.clone()
-    status = lanes.run()
-    assert status.dtype == torch.int32
-    for lane in range(24):
+    step = Step(target, block_length, 24, block_length)
+    step.masked[step.slots[0]] = False
+    step.confidence[3, ::2] = float("nan")
+    tokens, masked, draft = step.tokens.clone(), step.masked.clone(), step.draft.clone()
+    report = step.run()
+    assert report.shape == (24, block_length + 1) and report.dtype == torch.int64
+    for row, slot in enumerate(step.slots.tolist()):
         chosen, expected_status = naive.commit_lane(
-            masked[lane].tolist(),
-            lanes.confidence[lane].tolist(),
-            int(lanes.quota[lane]),
-            float(lanes.threshold[lane]),
+            masked[slot].tolist(),
+            step.confidence[row].tolist(),
+            int(step.quota[row]),
+            float(step.threshold[slot]),
         )
-        tokens[lane, chosen] = lanes.candidate[lane, chosen]
-        masked[lane, chosen] = False
-        assert int(status[lane]) == expected_status
-    assert torch.equal(lanes.tokens, tokens)
-    assert torch.equal(lanes.masked, masked)
+        tokens[slot, chosen] = step.candidate[row, chosen]
+        masked[slot, chosen] = False
+        draft[slot] = torch.where(masked[slot], step.best[row], tokens[slot])
+        assert int(report[row, 0]) == expected_status
+        assert torch.equal(report[row, 1:], tokens[slot].masked_fill(masked[slot], -1))
+    # Slots that no row names are among those that must not have changed.
+    assert torch.equal(step.tokens, tokens)
+    assert torch.equal(step.masked, masked)
+    assert torch.equal(step.draft, draft)
+
+
+def test_padding_rows_on_one_slot_are_harmless(target: Target) -> None:
+    step, alone = Step(target, 12, 6, 32), Step(target, 12, 6, 32)
+    step.slots[2:5] = DUMMY
+    step.confidence[3] = float("nan")
+    report = step.run()
+    expected = alone.run([0, 1, 5])
+    assert torch.equal(report[[0, 1, 5]], expected)
+    assert torch.equal(step.tokens[DUMMY], alone.tokens[DUMMY])
+    assert not step.masked[DUMMY].any()
+    for row in (2, 3, 4):
+        assert report[row].tolist() == [0, *alone.tokens[DUMMY].tolist()]
 
 
 def test_nan_at_a_committed_position_is_no_error(target: Target) -> None:
-    lanes = Lanes(target, 7, 4, 16)
-    lanes.masked[:, 5] = False
-    lanes.confidence[:, 5] = float("nan")
-    assert (lanes.run() >= 0).all()
+    step = Step(target, 7, 4, 16)
+    step.masked[:, 5] = False
+    step.confidence[:, 5] = float("nan")
+    assert (step.run()[:, 0] >= 0).all()
 
 
 def test_a_mask_token_that_was_committed_stays(target: Target) -> None:
-    lanes = Lanes(target, 8, 6, 16)
-    lanes.tokens[:, 3], lanes.masked[:, 3] = MASK, False
-    lanes.quota.fill_(16)
-    assert (lanes.run() == 0).all()
-    assert (lanes.tokens[:, 3] == MASK).all()
+    step = Step(target, 8, 6, 16)
+    step.tokens[:, 3], step.masked[:, 3] = MASK, False
+    step.quota.fill_(16)
+    report = step.run()
+    assert (report[:, 0] == 0).all()
+    assert (step.tokens[:, 3] == MASK).all()
+    assert (report[:, 4] == MASK).all()
 
 
 def test_quotas_finish_a_block_in_as_many_steps(target: Target) -> None:
-    lanes = Lanes(target, 9, 5, 32)
-    lanes.masked.fill_(True)
-    lanes.quota.fill_(8)
-    lanes.threshold.fill_(float("inf"))
-    assert [lanes.run().tolist() for _ in range(5)] == [[left] * 5 for left in (24, 16, 8, 0, 0)]
-    assert torch.equal(lanes.tokens, lanes.candidate)
+    step = Step(target, 9, 5, 32)
+    step.masked[step.slots] = True
+    step.quota.fill_(8)
+    step.threshold.fill_(float("inf"))
+    assert [step.run()[:, 0].tolist() for _ in range(5)] == [[left] * 5 for left in (24, 16, 8, 0, 0)]
+    assert torch.equal(step.tokens[step.slots], step.candidate)
+    assert torch.equal(step.draft[step.slots], step.candidate)
 
 
-def test_lanes_do_not_see_each_other(target: Target) -> None:
-    together, alone = Lanes(target, 10, 8, 16), Lanes(target, 10, 8, 16)
-    together.run()
-    for lane in range(8):
-        one = slice(lane, lane + 1)
-        commit(
-            alone.tokens[one],
-            alone.masked[one],
-            alone.candidate[one],
-            alone.confidence[one],
-            alone.quota[one],
-            alone.threshold[one],
-        )
+def test_rows_do_not_see_each_other(target: Target) -> None:
+    together, alone = Step(target, 10, 8, 16), Step(target, 10, 8, 16)
+    report = together.run()
+    for row in range(8):
+        assert torch.equal(alone.run([row])[0], report[row])
     assert torch.equal(together.tokens, alone.tokens)
     assert torch.equal(together.masked, alone.masked)
+    assert torch.equal(together.draft, alone.draft)
+
+
+def test_no_rows_is_no_work(target: Target) -> None:
+    step, before = Step(target, 11, 4, 8), Step(target, 11, 4, 8)
+    assert step.run([]).shape == (0, 9)
+    assert torch.equal(step.tokens, before.tokens)
 
 
 def test_shapes_that_disagree_are_refused() -> None:
-    lanes = Lanes(Target("cpu", torch.float32, "torch", 0.0, 0), 11, 4, 8)
-    lanes.quota = lanes.quota[:3]
-    with pytest.raises(ValueError, match=r"quota \(3,\).*4 lanes"):
-        lanes.run()
-    lanes.candidate = lanes.candidate[:, :7]
+    target = Target("cpu", torch.float32, "torch", 0.0, 0)
+    step = Step(target, 11, 4, 8)
+    step.quota = step.quota[:3]
+    with pytest.raises(ValueError, match=r"quota \(3,\).*4 rows"):
+        step.run()
+    step.candidate = step.candidate[:, :7]
     with pytest.raises(ValueError, match=r"candidate \(4, 7\)"):
-        lanes.run()
+        step.run()
+    step.draft = step.draft[:3]
+    with pytest.raises(ValueError, match=r"draft \(3, 8\)"):
+        step.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,9 +73,11 @@ def check(kernels: list[Any], dtype: torch.dtype, products: bool) -> None:
     [
         (4, 1, 128, 10_000, BF16),
         (32, 4, 128, 10_000, BF16),
-        (32, 4, 128, 200, BF16),
+        (32, 4, 128, 20, BF16),
         (64, 8, 64, 10_000, BF16),
         (16, 3, 256, 10_000, BF16),
+        (64, 1, 256, 10_000, BF16),
+        (64, 2, 256, 10_000, FP32),
         (32, 4, 128, 10_000, FP32),
     ],
     ids=str,
@@ -88,8 +91,23 @@ def test_resident_attention(
     arena = torch.zeros(2, 8, 2 * head_dim, dtype=dtype)
     length = torch.zeros(2, 2, dtype=torch.int32)
     kernel_of("resident_attention")(q, rows, arena, lanes.long(), length, lanes, 0.1, max_length)
-    assert len(compiled) == (1 if max_length <= 256 else 2)
+    assert len(compiled) == (1 if max_length <= 20 else 2)
     check(compiled, dtype, products=True)
+
+
+def test_long_sets_use_larger_tiles(compiled: list[Any]) -> None:
+    lanes, length = torch.zeros(8, dtype=torch.int32), torch.zeros(8, 8, dtype=torch.int32)
+    q, rows = torch.zeros(8, 32, 32, 128, dtype=BF16), torch.zeros(8, 8, 32, 256, dtype=BF16)
+    arena = torch.zeros(8, 8, 256, dtype=BF16)
+    kernel_of("resident_attention")(q, rows, arena, lanes.long(), length, lanes, 0.1, 32_768)
+    assert compiled[0].metadata.num_warps == 8
+    check(compiled, BF16, products=True)
+
+
+def test_rows_at_the_edge_of_a_set_are_copied_sixteen_bytes_at_once(compiled: list[Any]) -> None:
+    test_resident_attention(compiled, 32, 4, 128, 10_000, BF16)
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], (\S+),", compiled[0].asm["ptx"])
+    assert copies and set(copies) == {"0x10"}
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (128, FP32)], ids=str)
@@ -123,10 +141,28 @@ def test_greedy_confidence(compiled: list[Any], dtype: torch.dtype) -> None:
     check(compiled, dtype, products=False)
 
 
+def test_rms_norm(compiled: list[Any]) -> None:
+    kernel_of("rms_norm")(torch.zeros(4, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16), 1e-6)
+    check(compiled, BF16, products=False)
+
+
+def test_silu_mul(compiled: list[Any]) -> None:
+    kernel_of("silu_mul")(torch.zeros(4, 2 * 12_288, dtype=BF16))
+    check(compiled, BF16, products=False)
+
+
 def test_commit(compiled: list[Any]) -> None:
     tokens, confidence = torch.zeros(2, 32, dtype=torch.int64), torch.zeros(2, 32)
-    quota = torch.zeros(2, dtype=torch.int32)
-    kernel_of("commit")(tokens, tokens > 0, tokens, confidence, quota, confidence[:, 0])
+    slots = torch.zeros(2, dtype=torch.int64)
+    kernel_of("commit")(
+        tokens, tokens > 0, tokens, slots, tokens, tokens, confidence, slots, confidence[:, 0]
+    )
+    check(compiled, FP32, products=False)
+
+
+def test_open_blocks(compiled: list[Any]) -> None:
+    tokens, slots = torch.zeros(2, 32, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    kernel_of("open_blocks")(tokens, tokens > 0, tokens, tokens, slots, slots, 7)
     check(compiled, FP32, products=False)
 
 

@@ -52,6 +52,30 @@ def test_nan_payloads_keep_their_bits(target: Target) -> None:
     assert torch.equal(dst.view(torch.int16).sort(0).values, src.view(torch.int16).sort(0).values)
 
 
+@pytest.mark.parametrize("num_rows", [1, 16, 45])
+def test_rows_to_skip_and_rows_in_order(target: Target, num_rows: int) -> None:
+    draw = Draw(target, 5)
+    dst, src = draw.normal(60, 24), draw.normal(45, 24)
+    dst_rows = draw.permutation(60)[:num_rows]
+    dst_rows[::3] = -1
+    expected = dst.clone()
+    for source, to in enumerate(dst_rows.tolist()):
+        if to >= 0:
+            expected[to] = src[source]
+    given = dst.clone()
+    copy_rows(dst, dst_rows, src, None)
+    assert torch.equal(dst, expected)
+    copy_rows(given, dst_rows, src, torch.arange(num_rows, device=target.device))
+    assert torch.equal(given, expected)
+
+
+def test_nothing_but_rows_to_skip(target: Target) -> None:
+    rows = Draw(target, 6).normal(20, 8)
+    before = rows.clone()
+    copy_rows(rows, torch.full((20,), -1, device=target.device), before + 1, None)
+    assert torch.equal(rows, before)
+
+
 def test_no_rows_is_no_work(target: Target) -> None:
     rows = Draw(target, 4).normal(3, 8)
     none = torch.zeros(0, dtype=torch.int64, device=target.device)
@@ -70,3 +94,5 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         copy_rows(torch.zeros(4, 4), one, torch.zeros(4, 4).T, one)
     with pytest.raises(ValueError, match="1 rows to write, but 2 to read"):
         copy_rows(rows, one, rows, two)
+    with pytest.raises(ValueError, match="2 rows to write, but src has 1"):
+        copy_rows(rows, two, rows[:1], None)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from herald_kernels import prefill_attention
 from tests.kernels import naive
-from tests.kernels.support import CPU_FP32, CUDA, TORCH, Draw, Target, on, relative_error
+from tests.kernels.support import CPU_FP32, CUDA, TORCH, TRITON, Draw, Target, on, relative_error
 
 NAN = float("nan")
 
@@ -39,6 +42,21 @@ def test_matches_float64(target: Target, case: tuple[int, int, int, int, int, in
     assert out.dtype == target.dtype
     expected = naive.prefill_attention(q, rows, q_start, block_length, head_dim**-0.5)
     assert relative_error(out, expected) < target.bound
+
+
+@pytest.mark.parametrize("descriptors", [True, False])
+@on(TRITON)
+def test_either_way_of_loading(target: Target, monkeypatch: pytest.MonkeyPatch, descriptors: bool) -> None:
+    kernel = "herald_kernels.ops.prefill_attention.triton_kernel"
+    shaped = importlib.import_module(kernel).prefill_tiles
+    monkeypatch.setattr(
+        f"{kernel}.prefill_tiles", lambda *a: dataclasses.replace(shaped(*a), descriptors=descriptors)
+    )
+    draw = Draw(target, 8)
+    # Rows of one layer of a larger tensor, up to the end of the chunk.
+    q, rows = draw.normal(40, 8, 64), draw.normal(3, 2, 400, 128)[1, :, :333]
+    out = prefill_attention(q, rows, 290, 32, 0.1)
+    assert relative_error(out, naive.prefill_attention(q, rows, 290, 32, 0.1)) < target.bound
 
 
 def dense(q: torch.Tensor, rows: torch.Tensor, block_length: int, scale: float) -> torch.Tensor:
@@ -97,6 +115,8 @@ def test_inputs_that_disagree_are_refused() -> None:
     q, rows = torch.zeros(8, 4, 16), torch.zeros(2, 10, 32)
     with pytest.raises(ValueError, match="at least 11 rows; there are 10"):
         prefill_attention(q, rows, 3, 4, 1.0)
+    with pytest.raises(ValueError, match="scale=-1.0 must be positive"):
+        prefill_attention(q, rows, 0, 4, -1.0)
     with pytest.raises(ValueError, match="blocks of 0"):
         prefill_attention(q, rows, 0, 0, 1.0)
     with pytest.raises(ValueError, match="does not match rows"):

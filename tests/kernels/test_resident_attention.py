@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+
 import pytest
 import torch
 
 from herald_kernels import resident_attention
+from herald_kernels.ops.resident_attention.splits import Plan
 from tests.kernels import naive
 from tests.kernels.support import CPU_FP32, CUDA, TRITON, Draw, Target, on, relative_error
 
@@ -76,12 +80,12 @@ class Lanes:
         )
 
     def only(self, lanes: list[int]) -> Lanes:
-        """The same lanes without the others; parents must be among them."""
+        """Some of the lanes, in any order and any number; parents must be among them."""
         part = object.__new__(Lanes)
         part.__dict__.update(self.__dict__)
         for name in ("q", "rows", "row_start", "length"):
             setattr(part, name, getattr(self, name)[lanes].contiguous())
-        parents = [lanes.index(parent) if parent >= 0 else -1 for parent in self.parent[lanes].tolist()]
+        parents = [lanes.index(parent) if parent in lanes else -1 for parent in self.parent[lanes].tolist()]
         part.parent = torch.tensor(parents, dtype=torch.int32, device=self.parent.device)
         return part
 
@@ -150,26 +154,57 @@ def test_parent_equals_its_rows_in_the_set(target: Target) -> None:
     assert relative_error(merged_lse, lse) < 1e-5
 
 
-def test_bits_do_not_depend_on_the_lanes_beside(target: Target) -> None:
+def test_bits_do_not_depend_on_what_the_lanes_beside_hold(target: Target) -> None:
     lengths = [300, 0, 77, 513, 301, 16]
     lanes = Lanes(target, 8, 2, 32, lengths, [-1, 0, -1, 2, -1, 4])
     out, lse = lanes.run()
-    for members in ([0], [1, 0], [2, 3], [4], [5, 4, 0], [2]):
+    for members in ([5, 4, 3, 2, 1, 0], [0, 0, 0, 0, 0, 0], [1, 0, 1, 0, 1, 0], [2, 3, 2, 2, 2, 3]):
+        part_out, part_lse = lanes.only(members).run()
+        assert torch.equal(part_out, out[members])
+        assert torch.equal(part_lse, lse[members])
+
+
+def cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one program take two tiles of a set at most."""
+    monkeypatch.setattr(f"{KERNEL}.plan", lambda num_tiles, *_: Plan(2, -(-num_tiles // 2)))
+
+
+@pytest.mark.parametrize("descriptors", [True, False])
+@on(TRITON)
+def test_many_pieces_and_descriptors(
+    target: Target, monkeypatch: pytest.MonkeyPatch, descriptors: bool
+) -> None:
+    """Sets of one, some and many pieces in one call; a set may end where a tile or a piece does."""
+    cut_finely(monkeypatch)
+    shaped = importlib.import_module(KERNEL).resident_tiles
+    monkeypatch.setattr(
+        f"{KERNEL}.resident_tiles", lambda *a: dataclasses.replace(shaped(*a), descriptors=descriptors)
+    )
+    lanes = Lanes(target, 16, 4, 64, [0, 1, 31, 32, 33, 64, 128, 517], [-1, 0, -1, 2, -1, 4, -1, 6])
+    out, lse = lanes.run()
+    expected_out, expected_lse = lanes.expected()
+    assert relative_error(out, expected_out) < target.bound
+    assert relative_error(lse, expected_lse) < 1e-5
+
+
+@on(TRITON)
+def test_bits_do_not_depend_on_the_place_in_a_cut_call(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_finely(monkeypatch)
+    lanes = Lanes(target, 8, 2, 32, [300, 0, 77, 200], [-1, 0, -1, 2])
+    out, lse = lanes.run()
+    for members in ([3, 2, 1, 0], [1, 0, 1, 0]):
         part_out, part_lse = lanes.only(members).run()
         assert torch.equal(part_out, out[members])
         assert torch.equal(part_lse, lse[members])
 
 
 @on(TRITON)
-def test_bits_depend_on_max_length_by_powers_of_two_only(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Eight splits of 128 rows, which real constants make of far longer sets.
-    monkeypatch.setattr(f"{KERNEL}.MIN_SPLIT_ROWS", 64)
-    monkeypatch.setattr(f"{KERNEL}.PROGRAMS_PER_LANE", 16)
+def test_near_max_lengths_share_their_bits(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     lanes = Lanes(target, 4, 2, 32, [500, 300], None)
     bits = []
-    for max_length in (520, 700, 1000, 1024):
+    for max_length in (1800, 1900, 2000, 2048):
         lanes.max_length = max_length
         bits.append(lanes.run())
     for out, lse in bits[1:]:
@@ -198,16 +233,6 @@ def test_strided_queries_and_rows(target: Target) -> None:
     strided_out, strided_lse = lanes.run()
     assert torch.equal(strided_out, out)
     assert torch.equal(strided_lse, lse)
-
-
-@on(TRITON)
-def test_launches_limited_by_the_workspace(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes = Lanes(target, 4, 2, 32, [300, 0, 513, 1, 280], [-1, 0, -1, 4, -1])
-    out, lse = lanes.run()
-    monkeypatch.setattr(f"{KERNEL}.WORKSPACE_BYTES", 2 * 2 * 8 * 33 * 4 * 3)
-    limited_out, limited_lse = lanes.run()
-    assert torch.equal(limited_out, out)
-    assert torch.equal(limited_lse, lse)
 
 
 def test_chunks_of_the_reference_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +275,10 @@ def test_rows_beyond_two_to_the_31_elements(target: Target) -> None:
 
 
 def test_inputs_that_disagree_are_refused() -> None:
+    lanes = Lanes(CPU_FP32, 4, 2, 16, [10, 20])
+    lanes.scale = 0.0
+    with pytest.raises(ValueError, match=r"scale=0.0 must be positive"):
+        lanes.run()
     lanes = Lanes(CPU_FP32, 4, 2, 16, [10, 20])
     lanes.max_length = 19
     with pytest.raises(ValueError, match=r"max_length=19.*20"):

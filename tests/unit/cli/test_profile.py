@@ -47,17 +47,20 @@ def test_three_files_and_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture
     # 700 tokens are 87 blocks of 8 and a half; 40 more end in block 92.
     blocks = {(block["request_id"], block["block"]) for block in summary["blocks"]}
     assert len(blocks) == 12 and {block for _, block in blocks} == set(range(87, 93))
-    assert all(block["steps"] == 4 for block in summary["blocks"] if block["block"] > 87)
+    # The last block ends as soon as its first four positions are committed.
+    assert all(block["steps"] == 4 for block in summary["blocks"] if 87 < block["block"] < 92)
     assert 0 < summary["compute_busy_share"] <= 1 and 0 <= summary["overlap"]["overlap_ratio"] <= 1
     assert summary["bytes_moved"] > 0 and summary["copy_gb_per_second"] > 0
-    # Of 2 layers and 2 KV heads, without 4 sinks and a window of 64: 16 codes, a scale, 1/64 of a mean a row.
+    # Of 2 layers and 2 KV heads, without 4 sinks and a window of 64: 16 codes a row, and 1/64 of what a page
+    # has, a mean of two times 16 codes and two scales.
     rows = 2 * 2 * sum(8 * block - 64 - 4 for block in range(88, 93))
-    assert summary["index_bytes_scanned"] == 2 * rows * (16 + 4 + 16 * 4 / 64)
+    assert summary["index_bytes_scanned"] == 2 * rows * (16 + (2 * 16 + 2 * 4) / 64)
     assert summary["selection_gb_per_second"] > 0
     with gzip.open(folder / "trace.json.gz", "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     kinds = {event["cat"] for event in events if event["ph"] == "X"}
-    assert kinds == {"prefill", "forward", "selection", "transfer", "write_back", "index", "wait"}
+    # Whether anything was waited for is up to the machine.
+    assert kinds | {"wait"} == {"prefill", "forward", "selection", "transfer", "write_back", "index", "wait"}
     check_trace(events)
     phases = [event["ph"] for event in events]
     assert phases.count("s") == phases.count("f") == 10

@@ -123,9 +123,36 @@ def test_registers_piece_by_piece_and_unregisters(monkeypatch: pytest.MonkeyPatc
     assert slab.pin_reason == ""
     base = slab.address
     assert runtime.live == {base: 2 * MIB, base + 2 * MIB: 2 * MIB, base + 4 * MIB: MIB}
+    assert 0 < slab.seconds["pin"] < slab.seconds["all"] and slab.seconds["map"] < slab.seconds["all"]
     slab.close()
     assert runtime.live == {}
     assert not slab.pinned
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_piece_is_registered_when_all_of_it_was_touched(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    """Untouched memory can be registered, page by page on one core: slow, and nothing fails."""
+    touched: list[tuple[int, int]] = []
+    real_touch = host_memory._touch
+
+    def touch(memory: np.ndarray) -> None:
+        real_touch(memory)
+        touched.append((memory.ctypes.data, memory.size))
+
+    class Checking(FakeRuntime):
+        def register(self, address: int, num_bytes: int) -> None:
+            inside = sum(size for at, size in touched if address <= at < address + num_bytes)
+            assert inside == num_bytes, "registered before it was touched"
+            super().register(address, num_bytes)
+
+    runtime = Checking(fail_at=99)
+    monkeypatch.setattr(host_memory, "_touch", touch)
+    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: (runtime, ""))
+    with HostSlab(33 * MIB, pin=True, num_threads=num_threads, register_bytes=8 * MIB) as slab:
+        assert slab.pinned and sum(size for _, size in touched) == 33 * MIB
+        assert list(runtime.live.values()) == [8 * MIB] * 4 + [MIB]
 
 
 def test_a_failed_registration_leaves_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:

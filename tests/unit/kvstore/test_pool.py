@@ -46,21 +46,17 @@ def test_row_ids_address_the_rows() -> None:
         assert pool.num_bytes == 5 * LAYOUT.page_bytes == pool.rows.nbytes
         pool.flat_rows[:, 0] = torch.arange(pool.flat_rows.shape[0])
         pages = np.array([4, 0, 2], dtype=np.int32)
-        positions = np.array([[[0, 5, 11], [3, 4, -1]]] * 3, dtype=np.int32)
-        ids = pool.row_ids_all(pages, positions)
+        positions = np.array([[[0, 5, 11], [3, 4, 1]]] * 3, dtype=np.int32)
+        layers, heads = np.arange(3)[:, None, None], np.arange(2)[None, :, None]
+        ids = pool.row_ids(layers, heads, pages, positions)
         assert ids.dtype == np.int64
+        assert ids.shape == positions.shape
         for layer in range(3):
             for head in range(2):
                 for i, p in enumerate(positions[layer, head]):
-                    if p < 0:
-                        assert ids[layer, head, i] == -1
-                        continue
                     row = pool.rows[layer, pages[p // 4], head, p % 4]
                     assert torch.equal(pool.flat_rows[ids[layer, head, i]], row)
                     assert pool.row_ids(layer, head, pages, p) == ids[layer, head, i]
-        layers, heads = np.arange(3)[:, None, None], np.arange(2)[None, :, None]
-        clipped = np.maximum(positions, 0)
-        assert np.array_equal(pool.row_ids(layers, heads, pages, clipped), pool.row_ids_all(pages, clipped))
 
 
 def test_row_ids_are_64_bit() -> None:
@@ -68,19 +64,12 @@ def test_row_ids_are_64_bit() -> None:
     pool.layout, pool.num_pages = RowLayout(64, 64, 128, 64, torch.bfloat16), 1 << 16
     top = pool.row_ids(63, 63, np.array([(1 << 16) - 1]), 63)
     assert int(top) == 64 * 64 * 64 * (1 << 16) - 1 > 2**31
-    positions = np.full((64, 64, 1), 63, dtype=np.int32)
-    assert pool.row_ids_all(np.array([(1 << 16) - 1], dtype=np.int32), positions)[-1, -1, 0] == top
 
 
 @pytest.mark.parametrize("position", [-1, 8])
 def test_row_ids_refuse_positions_outside(position: int) -> None:
     with HostPool(LAYOUT, num_pages=2, pin=False) as pool, pytest.raises(UsageError, match="0 to 7"):
         pool.row_ids(0, 0, [0, 1], [position])
-
-
-def test_row_ids_all_refuses_other_shapes() -> None:
-    with HostPool(LAYOUT, num_pages=2, pin=False) as pool, pytest.raises(UsageError, match=r"\[3, 2, n\]"):
-        pool.row_ids_all(np.zeros(2, np.int32), np.zeros((2, 2, 1), np.int32))
 
 
 def test_too_small_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,3 +83,27 @@ def test_close_twice() -> None:
     pool.close()
     pool.close()
     assert pool.slab.closed
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_write_block_touches_its_rows_only(contiguous: bool) -> None:
+    block = torch.randn(3, 2, 2, 16).bfloat16()
+    if not contiguous:
+        block = block.transpose(1, 2).contiguous().transpose(1, 2)
+    with HostPool(LAYOUT, num_pages=5, pin=False) as pool:
+        pool.rows.fill_(7)
+        expected = pool.rows.clone()
+        expected[:, 3, :, 1:3] = block
+        pool.write_block(3, 1, block)
+        assert torch.equal(pool.rows, expected)
+
+
+def test_write_block_refusals() -> None:
+    block = torch.zeros(3, 2, 2, 16, dtype=torch.bfloat16)
+    with HostPool(LAYOUT, num_pages=5, pin=False) as pool:
+        for page, offset in ((5, 0), (-1, 0), (0, 3), (0, -1)):
+            with pytest.raises(UsageError, match="rows 0 to 4 of pages 0 to 4"):
+                pool.write_block(page, offset, block)
+        for wrong in (block[0], block[:2], block.float(), block[..., :8]):
+            with pytest.raises(UsageError, match=r"\[3, 2, B, 16\] torch.bfloat16"):
+                pool.write_block(0, 0, wrong)

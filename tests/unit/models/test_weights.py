@@ -101,10 +101,12 @@ def test_attention_biases(tmp_path: Path, stored: Tensors) -> None:
     expected = torch.tensor([113.0] * 64 + [107.0] * 32 + [118.0] * 32)
     assert torch.allclose(added, expected.expand(3, -1), atol=1e-4)
     bias, biased.layers[0].output_bias = biased.layers[0].output_bias, None
-    assert torch.equal(biased.finish_layer(0, hidden, attention), plain.finish_layer(0, hidden, attention))
+    assert torch.equal(
+        biased.finish_layer(0, hidden.clone(), attention), plain.finish_layer(0, hidden.clone(), attention)
+    )
     biased.layers[0].output_bias = bias
     assert not torch.allclose(
-        biased.finish_layer(0, hidden, attention), plain.finish_layer(0, hidden, attention)
+        biased.finish_layer(0, hidden.clone(), attention), plain.finish_layer(0, hidden.clone(), attention)
     )
 
 

@@ -10,12 +10,38 @@ import torch
 
 from herald.errors import InvalidOption, UsageError
 from herald.kvstore import HostPool, KeyIndex, RowLayout
+from herald.kvstore.native import find_native
 from herald.select import Selector, select_reference
-from herald.select.reference import score_reference
+from herald.select.reference import score_reference, top_k_reference
 from herald.select.tiles import HAS_VNNI
 
 LAYERS, HEADS, GROUP, PAGE = 2, 2, 3, 8
-PATHS = [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_VNNI, reason="needs AVX-512 VNNI"))]
+
+
+def native_missing(isa: str) -> str:
+    """Why the extension cannot scan with ``isa`` here, or ""."""
+    native = find_native()
+    if native.module is None:
+        return native.reason
+    try:
+        native.module.scan_isa(isa)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+NATIVE_ISAS = ("amx", "amx_emulated", "vnni", "avx2", "scalar")
+NUMBA_PATHS = [
+    ("numba", "float"),
+    pytest.param(("numba", "vnni"), marks=pytest.mark.skipif(not HAS_VNNI, reason="needs AVX-512 VNNI")),
+]
+NATIVE_PATHS = [
+    pytest.param(
+        ("native", isa), marks=pytest.mark.skipif(bool(native_missing(isa)), reason=native_missing(isa))
+    )
+    for isa in NATIVE_ISAS
+]
+PATHS = [*NUMBA_PATHS, *NATIVE_PATHS]
 
 
 @dataclass
@@ -36,6 +62,10 @@ class Case:
         finally:
             selector.close()
 
+    def scores(self, first: int, last: int) -> np.ndarray:
+        arguments = (self.pool, self.index, self.pages, first, last, self.queries, self.lse, self.scale)
+        return score_reference(*arguments)
+
     def reference(self, first: int, last: int, k: int, operator: str = "max") -> np.ndarray:
         arguments = (self.pool, self.index, self.pages, first, last, k, self.queries, self.lse, self.scale)
         return select_reference(*arguments, operator)  # type: ignore[arg-type]
@@ -49,19 +79,20 @@ def make_case(
     num_pages: int = 12,
     keys: torch.Tensor | None = None,
     pages: np.ndarray | None = None,
+    page_size: int = PAGE,
 ) -> Case:
     """Unused pages of the pool hold NaN. ``keys`` [L, H, rows, D] or random."""
     rng = np.random.default_rng(head_dim * 100 + positions)
-    pool = HostPool(RowLayout(LAYERS, HEADS, head_dim, PAGE, dtype), num_pages + 3, pin=False)
+    pool = HostPool(RowLayout(LAYERS, HEADS, head_dim, page_size, dtype), num_pages + 3, pin=False)
     pool.rows.fill_(float("nan"))
     if pages is None:
         pages = rng.permutation(num_pages + 3)[:num_pages].astype(np.int32)
     if keys is None:
-        keys = torch.from_numpy(rng.standard_normal((LAYERS, HEADS, num_pages * PAGE, head_dim)) + 0.5)
+        keys = torch.from_numpy(rng.standard_normal((LAYERS, HEADS, num_pages * page_size, head_dim)) + 0.5)
     for i, page in enumerate(pages):
-        pool.rows[:, page, :, :, :head_dim] = keys[:, :, i * PAGE : (i + 1) * PAGE].to(dtype)
+        pool.rows[:, page, :, :, :head_dim] = keys[:, :, i * page_size : (i + 1) * page_size].to(dtype)
     index = KeyIndex(pool, bits)  # type: ignore[arg-type]
-    index.append_span(pages, 0, num_pages * PAGE)
+    index.append_span(pages, 0, num_pages * page_size)
     queries = rng.standard_normal((LAYERS, positions, HEADS * GROUP, head_dim)).astype(np.float32)
     lse = rng.standard_normal(queries.shape[:3]).astype(np.float32)
     return Case(pool, index, pages, queries, lse, head_dim**-0.5)
@@ -114,31 +145,156 @@ def test_all_equal_takes_the_first(bits: int) -> None:
     assert (case.select(5, 90, 11) == np.arange(5, 16)).all()
 
 
-@pytest.mark.parametrize("vnni", PATHS)
+@pytest.mark.parametrize("path", NUMBA_PATHS, ids="-".join)
 @pytest.mark.parametrize("operator", ["max", "sum"])
 @pytest.mark.parametrize("bits", [16, 8, 4, 1])
 @pytest.mark.parametrize(("head_dim", "positions"), [(16, 1), (24, 5), (64, 16), (32, 27)])
-def test_equals_the_reference_exactly(
-    head_dim: int, positions: int, bits: int, operator: str, vnni: bool
+def test_numba_equals_the_reference_exactly(
+    head_dim: int, positions: int, bits: int, operator: str, path: tuple[str, str]
 ) -> None:
     """Widths of 1, 1, 3 and 6 vectors of queries: every tile variant, with padding."""
     case = make_case(bits, head_dim, positions)
     for first, last, k in ((0, 96, 9), (3, 85, 40), (17, 20, 2)):
-        got = case.select(first, last, k, operator=operator, vnni=vnni)
+        got = case.select(first, last, k, operator=operator, backend=path[0], isa=path[1])
         assert got.dtype == np.int32
         assert np.array_equal(got, case.reference(first, last, k, operator))
 
 
-@pytest.mark.parametrize("vnni", PATHS)
-def test_extreme_codes_stay_exact(vnni: bool) -> None:
+@pytest.mark.parametrize("path", NATIVE_PATHS, ids="-".join)
+@pytest.mark.parametrize("bits", [8, 4, 1])
+@pytest.mark.parametrize("page_size", [8, 16, 64])
+@pytest.mark.parametrize(
+    ("head_dim", "positions"), [(16, 1), (24, 5), (64, 16), (32, 27), (128, 43), (200, 6), (128, 22)]
+)
+def test_native_equals_the_reference_exactly(
+    head_dim: int, positions: int, page_size: int, bits: int, path: tuple[str, str]
+) -> None:
+    """Pages of half a tile of rows, one and four; 1 to 9 vectors of queries; 1 to 4 tiles of dimensions."""
+    case = make_case(bits, head_dim, positions, num_pages=128 // page_size + 1, page_size=page_size)
+    for first, last, k in ((0, 128, 9), (3, 121, 40), (17, 20, 2)):
+        got = case.select(first, last, k, backend=path[0], isa=path[1])
+        assert got.dtype == np.int32
+        assert np.array_equal(got, case.reference(first, last, k))
+
+
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
+def test_extreme_codes_stay_exact(path: tuple[str, str]) -> None:
     """All codes at +-127 in 512 dimensions: the largest dots there are."""
     case = make_case(8, head_dim=512, positions=2)
     case.index.codes[:] = np.where(case.index.codes & 1, 127, 129)
     case.index.codes[:, :, :, ::3] = 127
+    case.index.mean_codes[:, :, :, 0] = np.where(case.index.mean_codes[:, :, :, 0] & 1, 127, -127)
+    case.index.mean_codes[:, :, :, 1] = -64
     case.queries[:] = np.sign(case.queries)
     case.queries[:, 0] = 0
     case.queries[:, 0, :, 0] = 5
-    assert np.array_equal(case.select(0, 96, 30, vnni=vnni), case.reference(0, 96, 30))
+    got = case.select(0, 96, 30, backend=path[0], isa=path[1])
+    assert np.array_equal(got, case.reference(0, 96, 30))
+
+
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
+@pytest.mark.parametrize("k", [1, 700, 5000, 8191])
+def test_long_spans_with_ties(k: int, path: tuple[str, str]) -> None:
+    """Long enough that the threshold is bracketed by a sample; keys repeat, so that it falls among equals."""
+    generator = torch.Generator().manual_seed(k)
+    keys = torch.randn(LAYERS, HEADS, 320, 16, generator=generator).repeat(1, 1, 26, 1)[:, :, :8192]
+    case = make_case(8, num_pages=1024, keys=keys, pages=np.arange(1024, dtype=np.int32))
+    case.index.mean_codes[:] = 0  # equal rows of different pages would not score alike
+    case.index.page_scales[:] = 0.01
+    case.index.codes[:] = np.resize(case.index.codes[:, :40], case.index.codes.shape)
+    scores = case.scores(0, 8192)
+    assert len(np.unique(scores[0, 0])) < 8192
+    expected = [top_k_reference(row, k, 0) for row in scores.reshape(-1, 8192)]
+    got = case.select(0, 8192, k, backend=path[0], isa=path[1])
+    assert np.array_equal(got.reshape(-1, k), expected)
+
+
+@pytest.mark.parametrize("path", NATIVE_PATHS, ids="-".join)
+@pytest.mark.parametrize("order", ["rising", "falling", "strided"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_sample_that_misleads(bits: int, order: str, path: tuple[str, str]) -> None:
+    """Scores in an order that the sample of every n-th row cannot stand for."""
+    case = make_case(bits, positions=1, num_pages=1024, keys=torch.zeros(LAYERS, HEADS, 8192, 16))
+    size = np.arange(8192, dtype=np.float32)
+    size = {"rising": size, "falling": size[::-1], "strided": (size % 8 == 0) * -1e4 + size}[order] + 1
+    size = size.reshape(1, 1024, 1, PAGE)
+    pages = case.pages.astype(np.int64)
+    case.index.codes[:] = 127 if bits == 8 else 0xFF
+    case.index.mean_codes[:] = 0
+    if bits == 8:
+        case.index.page_scales[..., 0][:, pages] = size.mean(axis=3)
+    else:
+        case.index.row_scales[:, pages] = np.broadcast_to(size, (LAYERS, 1024, HEADS, PAGE))
+    case.queries[:] = case.index.signs[:16]
+    for k in (1, 9, 1024, 5000):
+        got = case.select(0, 8192, k, backend=path[0], isa=path[1])
+        assert np.array_equal(got, case.select(0, 8192, k, backend="numba"))
+
+
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
+@pytest.mark.parametrize("bits", [8, 4, 1])
+def test_units_so_small_that_starts_are_clamped(bits: int, path: tuple[str, str]) -> None:
+    """Pages of keys 1e-12 as large as others': a unit is far below the distance of the queries' lse."""
+    keys = torch.randn(LAYERS, HEADS, 96, 16, generator=torch.Generator().manual_seed(2))
+    keys[:, :, 24:48] *= 1e-12
+    keys[:, :, 48:56] = 0
+    case = make_case(bits, keys=keys, positions=6)
+    case.lse[:, 1:3] += 5
+    case.lse[:, 3] += 500
+    case.lse[:, 4] = 3e38
+    for k in (1, 20, 60):
+        got = case.select(0, 96, k, backend=path[0], isa=path[1])
+        assert np.array_equal(got, case.reference(0, 96, k))
+    exact = exact_scores(case, 0, 96)
+    # The rows of the small pages all score about -lse of the best query: they stand between the others.
+    scores = torch.from_numpy(case.scores(0, 96))
+    offset = case.lse.reshape(LAYERS, 6, HEADS, GROUP).min(axis=(1, 3))
+    tolerance = {8: 0.06, 4: 0.5, 1: 2.0}[bits]
+    assert torch.allclose(scores - torch.from_numpy(offset)[..., None], exact, atol=tolerance)
+
+
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
+@pytest.mark.parametrize("bits", [16, 8])
+def test_bfloat16_queries_are_the_floats_they_stand_for(bits: int, path: tuple[str, str]) -> None:
+    if bits == 16 and path[0] == "native":
+        pytest.skip("scanned by numba")
+    case = make_case(bits, positions=7)
+    rounded = torch.from_numpy(case.queries).bfloat16()
+    case.queries = rounded.float().numpy()
+    expected = case.select(3, 90, 20, backend=path[0], isa=path[1])
+    case.queries = rounded.view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(case.select(3, 90, 20, backend=path[0], isa=path[1]), expected)
+
+
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
+@pytest.mark.parametrize("operator", ["max", "sum"])
+@pytest.mark.parametrize("bits", [8, 4, 1])
+def test_queries_of_zeros_find_all_rows_alike(bits: int, operator: str, path: tuple[str, str]) -> None:
+    if operator == "sum" and path[0] == "native":
+        pytest.skip("scanned by numba")
+    case = make_case(bits)
+    case.queries[:] = 0
+    got = case.select(5, 90, 11, operator=operator, backend=path[0], isa=path[1])
+    assert (got == np.arange(5, 16)).all()
+
+
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
+@pytest.mark.parametrize("bits", [8, 4, 1])
+def test_without_a_query_that_counts_the_choice_is_still_valid(bits: int, path: tuple[str, str]) -> None:
+    case = make_case(bits)
+    case.lse[:] = np.inf
+    got = case.select(5, 90, 11, backend=path[0], isa=path[1])
+    assert np.array_equal(got, case.reference(5, 90, 11))
+
+
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
+def test_a_query_with_infinite_lse_does_not_count(path: tuple[str, str]) -> None:
+    case = make_case(8, positions=6)
+    case.lse[:, 2:] = np.inf
+    case.queries[:, 2:] *= 100
+    got = case.select(3, 90, 20, backend=path[0], isa=path[1])
+    case.queries, case.lse = case.queries[:, :2], case.lse[:, :2]
+    assert np.array_equal(got, case.reference(3, 90, 20))
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 1])
@@ -161,13 +317,13 @@ def test_rows_outside_the_span_are_never_chosen_and_may_be_nan(bits: int) -> Non
     for position in [*range(first), *range(last, 96)]:
         page, slot = case.pages[position // PAGE], position % PAGE
         case.pool.rows[:, page, :, slot] = float("nan")
-        if bits < 16:
-            case.index.scales[:, page, :, slot] = np.nan
+        if bits < 8:
+            case.index.row_scales[:, page, :, slot] = np.nan
     case.pool.rows[..., 16:] = float("nan")
     if bits < 16:
-        unused = np.setdiff1d(np.arange(15), case.pages)
-        case.index.scales[:, unused] = np.nan
-        case.index.means[:, unused] = np.nan
+        unused = np.setdiff1d(np.arange(15), case.pages[first // PAGE : -(-last // PAGE)])
+        case.index.row_scales[:, unused] = np.nan
+        case.index.page_scales[:, unused] = np.nan
     got = case.select(first, last, 13)
     assert np.array_equal(got, expected)
     assert got.min() >= first
@@ -204,6 +360,44 @@ def test_recall_against_exact(bits: int, least: float) -> None:
     a, b = exact.select(0, 480, 48), coded.select(0, 480, 48)
     recall = np.mean([np.isin(x, y).mean() for x, y in zip(a.reshape(-1, 48), b.reshape(-1, 48))])
     assert recall >= least
+
+
+def mass_of(scores: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Share of the softmax over all rows that falls on the chosen ones, [L, H]."""
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.take_along_axis(weights, chosen, axis=-1).sum(axis=-1) / weights.sum(axis=-1)
+
+
+@pytest.mark.parametrize("block", [4, 32])
+def test_one_scale_a_page_finds_the_mass_that_exact_keys_find(block: int) -> None:
+    """Keys with outlier channels, of norms that vary by two within a page and grow after its first block.
+
+    The best twentieth by exact keys holds a share of the softmax; what the index of 8 bits chooses holds at
+    least 99 % of that.
+    """
+    rng = np.random.default_rng(block)
+    rows, head_dim, page = 2048, 128, 64
+    keys = rng.standard_normal((LAYERS, HEADS, rows, head_dim))
+    keys *= rng.uniform(0.7, 1.4, (LAYERS, HEADS, rows, 1))
+    keys[..., [3, 40, 77]] = keys[..., [3, 40, 77]] * 6 + np.array([25.0, -18.0, 9.0])
+    keys += (
+        rng.standard_normal((LAYERS, HEADS, rows // page, 1, head_dim)).repeat(page, 3).reshape(keys.shape)
+    )
+    later = np.arange(rows) % page >= block
+    keys[:, :, later] *= 1.3
+    pages = rng.permutation(rows // page + 3)[: rows // page].astype(np.int32)
+    case = make_case(
+        8, head_dim, 8, torch.bfloat16, rows // page, torch.from_numpy(keys), pages, page_size=page
+    )
+    case.queries *= rng.uniform(0.5, 2.0, (LAYERS, 8, HEADS * GROUP, 1)).astype(np.float32)
+    for number in pages:
+        for start in range(0, page, block):
+            case.index.append_block(int(number), start, block)
+    k = rows // 20
+    scores = exact_scores(case, 0, rows).numpy()
+    best = torch_top_k(torch.from_numpy(scores), k, 0)
+    found = case.select(0, rows, k)
+    assert (mass_of(scores, found) >= 0.99 * mass_of(scores, best)).all()
 
 
 @pytest.mark.parametrize("bits", [8, 4, 1])
@@ -314,8 +508,35 @@ def test_refusals_name_what_works(change: dict[str, object], message: str) -> No
         Selector(case.pool, case.index, num_threads=1).select(*arguments.values(), case.scale)  # type: ignore
 
 
+def test_says_what_scans_and_why() -> None:
+    case, native = make_case(8), find_native()
+    selector = Selector(case.pool, case.index, num_threads=1, backend="numba")
+    assert (selector.backend, selector.reason) == ("numba", "")
+    assert selector.isa == ("vnni" if HAS_VNNI else "float")
+    selector = Selector(case.pool, case.index, num_threads=1)
+    if native.module is None:
+        assert (selector.backend, selector.reason) == ("numba", native.reason)
+    else:
+        usable = [name for name, why in native.module.scan_isas().items() if not why]
+        assert (selector.backend, selector.isa) == ("native", usable[0])
+        assert bool(selector.reason) == ("amx" not in usable)
+    for bits, operator, word in ((16, "max", "index_bits=16"), (8, "sum", "score_operator='sum'")):
+        case = make_case(bits)
+        selector = Selector(case.pool, case.index, operator, num_threads=1)  # type: ignore[arg-type]
+        assert selector.backend == "numba"
+        assert word in selector.reason
+        with pytest.raises(UsageError, match="backend='auto'"):
+            Selector(case.pool, case.index, operator, backend="native")  # type: ignore[arg-type]
+
+
 def test_bad_options() -> None:
     case = make_case(8)
+    with pytest.raises(InvalidOption, match="auto, native, numba"):
+        Selector(case.pool, case.index, backend="cuda")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match="auto, vnni, float"):
+        Selector(case.pool, case.index, backend="numba", isa="sse9")
+    with pytest.raises(UsageError, match="isa"):
+        Selector(case.pool, case.index, isa="sse9")
     with pytest.raises(InvalidOption, match="operator"):
         Selector(case.pool, case.index, operator="mean")  # type: ignore[arg-type]
     with pytest.raises(InvalidOption, match="num_threads"):

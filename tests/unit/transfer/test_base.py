@@ -23,6 +23,10 @@ from herald.transfer.packing import first_outside
 def test_a_move_is_two_int64_vectors_of_one_length(src: np.ndarray, dst: np.ndarray) -> None:
     with pytest.raises(UsageError):
         RowMove(src, dst)
+    right = np.zeros(len(src), np.int64)
+    if dst.ndim != 1 or len(dst) != len(src):
+        with pytest.raises(UsageError, match="then_rows"):
+            RowMove(right, right, dst)
 
 
 def test_strided_ids_are_copied() -> None:
@@ -36,6 +40,10 @@ def test_first_outside() -> None:
     assert first_outside(np.array([0, 5, -1]), 5) == 1
     assert first_outside(np.array([0, 1, -1]), 5) == 2
     assert first_outside(np.empty(0, np.int64), 0) == -1
+    for wrong in (np.iinfo(np.int64).min, np.iinfo(np.int64).max, -1, 1000):
+        ids = np.arange(1000)
+        ids[617] = wrong
+        assert first_outside(ids, 1000) == 617
 
 
 @pytest.mark.parametrize(
@@ -51,6 +59,8 @@ def test_ids_outside_are_refused_before_anything_moves(src: list[int], dst: list
     with ThreadTransfer(torch.ones(10, 8), arena) as transfer:
         with pytest.raises(UsageError, match=message):
             transfer.submit(RowMove(np.array(src), np.array(dst)))
+        with pytest.raises(UsageError, match=r"row 4 \(entry 0\) is outside the arena"):
+            transfer.submit(RowMove(np.array([0]), np.array([0]), np.array([4])))
     assert (arena == 0).all()
 
 

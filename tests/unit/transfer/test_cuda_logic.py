@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from herald.errors import UsageError
+from herald.transfer import RowMove
 from herald.transfer import streams as streams_module
-from herald.transfer.cuda import DeviceTicket, Ring
+from herald.transfer.cuda import CudaTransfer, DeviceTicket, Ring
+from herald.transfer.pinned import PinnedRing
 from herald.transfer.streams import DeviceClock
 
 
@@ -19,7 +25,7 @@ class FakeEvent:
 
     at_once = False
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.time: float | None = None
         self._happened = threading.Event()
 
@@ -49,6 +55,12 @@ class FakeStream:
 
     def wait_event(self, event: FakeEvent) -> None:
         self.waited.append(event)
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.waited.append(FakeEvent())
+
+    def synchronize(self) -> None:
+        return None
 
 
 @pytest.fixture(autouse=True)
@@ -153,3 +165,111 @@ def test_spans_before_and_after_the_base_event(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(streams_module, "BASE_SECONDS", 0.0)
     clock.span(recorded(after - 2), recorded(after - 1), after - 3)
     assert len(bases) == 2, "the clocks drift: an old base must not serve for ever"
+
+
+class FakeStreams:
+    """Streams of a device whose memory is the host's."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.copy, self.back = FakeStream(), FakeStream()
+        self.current: list[FakeStream] = []
+
+    def on(self, stream: FakeStream) -> AbstractContextManager[None]:
+        self.current.append(stream)
+        return nullcontext()
+
+
+class FakeTransfer(CudaTransfer):
+    """Moves rows as soon as they are issued; `gate` holds moves up while they are."""
+
+    def __init__(self, pool: torch.Tensor, arena: torch.Tensor, streams: Any) -> None:
+        super().__init__(pool, arena, streams)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def _bring(self, move: RowMove, after: Any, ticket: DeviceTicket) -> None:
+        assert self.gate.wait(10)
+        ids = self._send_ids(move, ticket, [move.src_rows, move.dst_rows])
+        self.arena_rows[ids[1]] = self.pool_rows[ids[0]]
+
+
+@pytest.fixture
+def transfer(monkeypatch: pytest.MonkeyPatch) -> FakeTransfer:
+    monkeypatch.setattr(FakeEvent, "at_once", True)
+    monkeypatch.setattr(PinnedRing, "_allocate", lambda self, n: torch.zeros(n, dtype=torch.uint8))
+    pool = torch.arange(40.0).view(10, 4)
+    return FakeTransfer(pool, torch.full((8, 4), -1.0), FakeStreams())
+
+
+def test_each_direction_has_its_stream(transfer: FakeTransfer) -> None:
+    streams: Any = transfer.streams
+    before = FakeEvent()
+    transfer.submit(RowMove(np.array([3]), np.array([0])), before)
+    transfer.write_back(transfer.arena_rows[0], transfer.pool_rows[9])
+    assert streams.current == [streams.copy, streams.back]
+    assert before in streams.copy.waited and before not in streams.back.waited
+    assert torch.equal(transfer.pool_rows[9], transfer.pool_rows[3])
+    transfer.close()
+
+
+def test_a_write_back_is_issued_while_a_move_waits_for_a_buffer(transfer: FakeTransfer) -> None:
+    transfer.gate.clear()
+    ids = np.array([1])
+    mover = threading.Thread(target=transfer.submit, args=(RowMove(ids, ids),))
+    mover.start()
+    transfer.write_back(torch.full((4,), 5.0), transfer.pool_rows[0]).wait_host()
+    assert mover.is_alive() and (transfer.pool_rows[0] == 5).all()
+    transfer.gate.set()
+    mover.join()
+    transfer.close()
+
+
+def test_device_rows_outlive_the_ring_and_the_ticket(
+    transfer: FakeTransfer, fake_cuda: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[object] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: used.append(stream))
+    src, dst, then = (np.array(ids) for ids in ([2, 7], [6, 7], [1, 4]))
+    ticket = transfer.submit(RowMove(src, dst, then))
+    for ids in (src, dst, then):
+        ids[:] = 0
+    rows = ticket.device_rows()
+    assert [part.tolist() for part in rows] == [[6, 7], [1, 4]]
+    assert used == [fake_cuda, fake_cuda], "memory of the copy stream, used on another one"
+    with pytest.raises(UsageError, match="without then_rows"):
+        transfer.submit(RowMove(src, src)).device_rows()
+    transfer.close()
+
+
+def test_uploads_keep_shape_and_dtype(transfer: FakeTransfer) -> None:
+    for array in (np.arange(6).reshape(2, 3).T, np.array([True, False]), np.float32([[1.5]]), np.array(7)):
+        got = transfer.upload(array).numpy()
+        assert got.dtype == array.dtype and got.shape == array.shape
+        np.testing.assert_array_equal(got, array)
+    with pytest.raises(UsageError, match="at most"):
+        transfer.upload(np.zeros(300_000))
+
+
+@pytest.mark.parametrize("use", ["submit", "write_back"])
+def test_a_closed_transfer_takes_nothing(transfer: FakeTransfer, use: str) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "submit": lambda: transfer.submit(RowMove(np.array([0]), np.array([0]))),
+        "write_back": lambda: transfer.write_back(transfer.arena_rows[0], transfer.pool_rows[0]),
+    }
+    transfer.close()
+    transfer.close()
+    with pytest.raises(UsageError, match="closed"):
+        calls[use]()
+
+
+def test_completed_tickets_are_forgotten_and_failed_ones_are_not(transfer: FakeTransfer) -> None:
+    move = RowMove(np.array([0]), np.array([0]))
+    transfer.delay = lambda: (_ for _ in ()).throw(OSError("lost otherwise"))
+    transfer.submit(move)
+    transfer.delay = None
+    for _ in range(50):
+        transfer.submit(move)
+    assert len(transfer._unsettled) == 1 and len(transfer._failed) == 1
+    with pytest.raises(OSError, match="lost otherwise"):
+        transfer.close()

@@ -10,8 +10,7 @@ import torch
 
 from herald.errors import InvalidOption
 from herald.transfer import DeviceStreams, HostEvent, RowMove, ThreadTransfer, ZeroCopyTransfer, make_transfer
-from herald.transfer import zero_copy as zero_copy_module
-from herald.transfer.zero_copy import gather_source, widest_piece, zero_copy_problem
+from herald.transfer.zero_copy import zero_copy_problem
 
 
 def test_auto_on_the_cpu_is_a_thread() -> None:
@@ -40,40 +39,10 @@ def test_zero_copy_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs CuPy" in zero_copy_problem(torch.zeros(1, 4), torch.device("cuda"))
 
 
-@pytest.mark.parametrize(
-    ("row_bytes", "addresses", "piece"),
-    [
-        (512, (0, 4096), 16),
-        (48, (64,), 16),
-        (24, (0,), 8),
-        (20, (0,), 4),
-        (6, (0,), 2),
-        (7, (0,), 1),
-        (512, (0, 8), 8),
-        (512, (2, 16), 2),
-        (512, (1,), 1),
-    ],
-)
-def test_widest_piece(row_bytes: int, addresses: tuple[int, ...], piece: int) -> None:
-    assert widest_piece(row_bytes, *addresses) == piece
-
-
-def test_the_kernel_source_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    assert "gather_rows" in gather_source().read_text()
-    package = tmp_path / "herald"
-    monkeypatch.setattr(zero_copy_module, "__file__", str(package / "transfer" / "zero_copy.py"))
-    with pytest.raises(FileNotFoundError, match="_csrc"):
-        gather_source()
-    installed = package / "_csrc" / "gather.cu"
-    installed.parent.mkdir(parents=True)
-    installed.write_text("as a wheel has it")
-    assert gather_source() == installed
-
-
 def test_streams_of_the_cpu_are_nothing() -> None:
     streams = DeviceStreams("cpu")
-    assert streams.compute is None and streams.copy is None
-    with streams.on_copy():
+    assert streams.compute is None and streams.copy is None and streams.back is None
+    with streams.on(streams.copy):
         assert streams.record_event() is None
     first = streams.record_event(timed=True)
     second = streams.record_event(timed=True)

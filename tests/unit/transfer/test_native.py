@@ -14,10 +14,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from herald.transfer.gather_kernel import REGISTERS, kernel_source
 from herald.transfer.packing import native_module
-from herald.transfer.zero_copy import gather_source
 
-SOURCE = Path(__file__).parents[3] / "csrc" / "herald_native.cpp"
+SOURCES = Path(__file__).parents[3] / "csrc"
 ISAS = ("avx512", "avx2", "scalar")
 ROW_BYTES = (1, 7, 31, 32, 33, 64, 96, 127, 128, 200, 512, 520, 1024)
 
@@ -28,12 +28,13 @@ def build(folder: Path) -> ModuleType:
     if shutil.which(compiler) is None:
         pytest.skip(f"no C++ compiler ({compiler})")
     pybind11 = pytest.importorskip("pybind11", reason="pybind11 is not installed")
-    if not SOURCE.is_file():
+    if not SOURCES.is_dir():
         pytest.skip("the tests run outside a checkout")
     target = folder / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
     includes = [f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
     flags = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden"]
-    command = [compiler, *flags, "-pthread", *includes, str(SOURCE), "-o", str(target)]
+    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+    command = [compiler, *flags, "-ffp-contract=off", "-pthread", *includes, *sources, "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     spec = importlib.util.spec_from_file_location("_native", target)
@@ -167,6 +168,6 @@ def test_a_read_only_buffer_is_refused(native: ModuleType) -> None:
 
 
 def test_both_sources_stand_together() -> None:
-    if not SOURCE.is_file():
+    if not SOURCES.is_dir():
         pytest.skip("the tests run outside a checkout")
-    assert gather_source().name == "gather.cu"
+    assert kernel_source(REGISTERS).name == "gather.cu"

@@ -165,16 +165,75 @@ def test_submits_of_many_threads_with_random_delays(pool: torch.Tensor, arena: t
     assert not wrong
 
 
-def test_write_back_and_submit_keep_their_order(pool: torch.Tensor, arena: torch.Tensor) -> None:
-    """A row written back and fetched again arrives as written."""
+def test_a_row_written_back_can_be_fetched_when_the_host_has_waited(
+    pool: torch.Tensor, arena: torch.Tensor
+) -> None:
     arena[:4] = torch.arange(4 * WIDTH).view(4, WIDTH).to(torch.bfloat16)
     with ThreadTransfer(pool, arena) as transfer:
         transfer.delay = lambda: time.sleep(0.002)
         back = transfer.write_back([arena[0:2], arena[2:4]], [pool[50:52], pool[10:12]])
+        back.wait_host()
+        assert back.done() and back.bytes == 4 * WIDTH * 2
         ticket = transfer.submit(RowMove(np.array([50, 51, 10, 11]), np.array([60, 61, 62, 63])), HostEvent())
         ticket.wait_host()
-        assert back.done() and back.bytes == 4 * WIDTH * 2
     assert torch.equal(arena[60:64], arena[:4])
+
+
+@pytest.mark.parametrize("held", ["submit", "write_back"])
+def test_neither_direction_queues_behind_the_other(
+    pool: torch.Tensor, arena: torch.Tensor, held: str
+) -> None:
+    gate = threading.Event()
+
+    class Gate:
+        def synchronize(self) -> None:
+            assert gate.wait(10)
+
+    move = RowMove(np.array([5]), np.array([7]))
+    source = torch.ones(2, WIDTH, dtype=torch.bfloat16)
+    with ThreadTransfer(pool, arena) as transfer:
+        after = {held: Gate()}
+        move_ticket = transfer.submit(move, after.get("submit"))
+        back = transfer.write_back(source, pool[:2], after.get("write_back"))
+        stuck, free = (move_ticket, back) if held == "submit" else (back, move_ticket)
+        free.wait_host()
+        assert not stuck.done()
+        gate.set()
+        stuck.wait_host()
+    assert torch.equal(arena[7], pool[5]) and (pool[:2] == 1).all()
+
+
+def test_write_backs_keep_their_order(pool: torch.Tensor, arena: torch.Tensor) -> None:
+    jitter = random.Random(2)
+    with ThreadTransfer(pool, arena) as transfer:
+        transfer.delay = lambda: time.sleep(jitter.random() * 1e-3)
+        for i in range(30):
+            ticket = transfer.write_back(torch.full((1, WIDTH), float(i)).to(torch.bfloat16), pool[:1])
+        ticket.wait_host()
+        assert (pool[0] == 29).all()
+
+
+def test_a_ticket_knows_where_its_arrivals_go_next(pool: torch.Tensor, arena: torch.Tensor) -> None:
+    src, dst, then = np.array([9, 4, 7]), np.array([100, 101, 102]), np.array([3, 50, 8])
+    with ThreadTransfer(pool, arena) as transfer:
+        ticket = transfer.submit(RowMove(src, dst, then))
+        ticket.wait_device()
+        staged, slots = ticket.device_rows()
+        arena[slots] = arena[staged]
+        plain = transfer.submit(RowMove(src, dst))
+        with pytest.raises(UsageError, match="without then_rows"):
+            plain.device_rows()
+        with pytest.raises(UsageError, match="without then_rows"):
+            transfer.write_back(arena[:1], torch.empty_like(arena[:1])).device_rows()
+    assert torch.equal(arena[then], pool[src])
+
+
+@pytest.mark.parametrize("array", [np.arange(12).reshape(3, 4), np.ones(3, bool), np.empty(0, np.int32)])
+def test_upload(pool: torch.Tensor, arena: torch.Tensor, array: np.ndarray) -> None:
+    with ThreadTransfer(pool, arena) as transfer:
+        np.testing.assert_array_equal(transfer.upload(array).numpy(), array)
+        with pytest.raises(UsageError, match="at most 2097152 bytes"):
+            transfer.upload(np.zeros((2 << 20) + 1, np.uint8))
 
 
 def test_write_back_keeps_its_source_alive(pool: torch.Tensor, arena: torch.Tensor) -> None:

@@ -8,22 +8,31 @@ import torch
 def commit(
     tokens: torch.Tensor,
     masked: torch.Tensor,
+    draft: torch.Tensor,
+    slots: torch.Tensor,
+    best: torch.Tensor,
     candidate: torch.Tensor,
     confidence: torch.Tensor,
     quota: torch.Tensor,
     threshold: torch.Tensor,
 ) -> torch.Tensor:
     """See `herald_kernels.commit`."""
-    left = masked.sum(1)
-    bad = (masked & confidence.isnan()).any(1)
+    still_open = masked[slots]
+    left = still_open.sum(1)
+    bad = (still_open & confidence.isnan()).any(1)
     wanted = torch.minimum(quota.to(left.dtype), left)
     position = torch.arange(tokens.shape[1], device=tokens.device)
     mine, other = confidence[:, :, None], confidence[:, None, :]
     ahead = (other > mine) | ((other == mine) & (position[None, :] < position[:, None]))
-    rank = (ahead & masked[:, None, :]).sum(2)
-    over = masked & (confidence > threshold[:, None])
+    rank = (ahead & still_open[:, None, :]).sum(2)
+    over = still_open & (confidence > threshold[slots][:, None])
     enough = over.sum(1) >= wanted
-    chosen = torch.where(enough[:, None], over, masked & (rank < wanted[:, None])) & ~bad[:, None]
-    tokens.copy_(torch.where(chosen, candidate, tokens))
-    masked.logical_and_(~chosen)
-    return torch.where(bad, -1, left - chosen.sum(1)).to(torch.int32)
+    chosen = torch.where(enough[:, None], over, still_open & (rank < wanted[:, None])) & ~bad[:, None]
+    after = torch.where(chosen, candidate, tokens[slots])
+    still_open = still_open & ~chosen
+    # Rows that name one slot write the same to it.
+    tokens[slots] = after
+    masked[slots] = still_open
+    draft[slots] = torch.where(still_open, best, after)
+    status = torch.where(bad, -1, still_open.sum(1))
+    return torch.cat([status[:, None], after.masked_fill(still_open, -1)], dim=1)

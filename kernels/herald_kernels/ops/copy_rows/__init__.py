@@ -8,14 +8,16 @@ from herald_kernels.dispatch import implementation
 from herald_kernels.ops.checks import need_unit_stride
 
 
-def copy_rows(dst: torch.Tensor, dst_rows: torch.Tensor, src: torch.Tensor, src_rows: torch.Tensor) -> None:
-    """``dst[dst_rows[i]] = src[src_rows[i]]`` for every i.
+def copy_rows(
+    dst: torch.Tensor, dst_rows: torch.Tensor, src: torch.Tensor, src_rows: torch.Tensor | None
+) -> None:
+    """``dst[dst_rows[i]] = src[src_rows[i]]`` for every i whose ``dst_rows[i]`` is not -1.
 
     Args:
         dst: [Nd, W], any dtype, unit stride in the last dimension; written in place.
-        dst_rows: int64 [n], distinct.
+        dst_rows: int64 [n], distinct but for the -1 of rows to skip.
         src: [Ns, W], same dtype. May be the tensor ``dst``, if no row is both read and written.
-        src_rows: int64 [n].
+        src_rows: int64 [n], or None for 0 to n - 1.
 
     Raises:
         ValueError: widths, dtypes, strides or the two numbers of rows do not fit.
@@ -24,7 +26,10 @@ def copy_rows(dst: torch.Tensor, dst_rows: torch.Tensor, src: torch.Tensor, src_
         raise ValueError(
             f"rows of dst and src differ: {dst.shape[1]} x {dst.dtype} against {src.shape[1]} x {src.dtype}"
         )
-    if dst_rows.shape != src_rows.shape:
+    if src_rows is None:
+        if src.shape[0] < dst_rows.numel():
+            raise ValueError(f"{dst_rows.numel()} rows to write, but src has {src.shape[0]}")
+    elif dst_rows.shape != src_rows.shape:
         raise ValueError(f"{dst_rows.numel()} rows to write, but {src_rows.numel()} to read")
     need_unit_stride(dst=dst, src=src)
     if dst_rows.numel():

@@ -23,11 +23,14 @@ def _copy_rows_kernel(
     src_stride,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    GATHER: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row_valid = row < num_rows
-    to = tl.load(dst_rows + row, mask=row_valid, other=0).to(tl.int64)
-    source = tl.load(src_rows + row, mask=row_valid, other=0).to(tl.int64)
+    to = tl.load(dst_rows + row, mask=row < num_rows, other=-1).to(tl.int64)
+    row_valid = to >= 0
+    source = row
+    if GATHER:
+        source = tl.load(src_rows + row, mask=row < num_rows, other=0).to(tl.int64)
     for first in range(0, width, COLS):
         col = first + tl.arange(0, COLS)
         valid = row_valid[:, None] & (col < width)[None, :]
@@ -47,7 +50,9 @@ def _as_words(array: torch.Tensor, word: torch.dtype) -> torch.Tensor | None:
     return None if any(end % size for end in ends) else array.view(word)
 
 
-def copy_rows(dst: torch.Tensor, dst_rows: torch.Tensor, src: torch.Tensor, src_rows: torch.Tensor) -> None:
+def copy_rows(
+    dst: torch.Tensor, dst_rows: torch.Tensor, src: torch.Tensor, src_rows: torch.Tensor | None
+) -> None:
     """See `herald_kernels.copy_rows`."""
     for word in WORDS:
         dst_words, src_words = _as_words(dst, word), _as_words(src, word)
@@ -62,12 +67,13 @@ def copy_rows(dst: torch.Tensor, dst_rows: torch.Tensor, src: torch.Tensor, src_
         dst_words,
         dst_rows.contiguous(),
         src_words,
-        src_rows.contiguous(),
+        dst_rows if src_rows is None else src_rows.contiguous(),
         num_rows,
         width,
         dst_words.stride(0),
         src_words.stride(0),
         ROWS=rows,
         COLS=cols,
+        GATHER=src_rows is not None,
         num_warps=4,
     )

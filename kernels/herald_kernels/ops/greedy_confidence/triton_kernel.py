@@ -1,5 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernel of `greedy_confidence`: one program a row, an online softmax in every vector element."""
+"""Triton kernels of `greedy_confidence`: programs take parts of a row's vocabulary, another joins the parts.
+
+The parts depend on the size of the vocabulary alone, so that a row's bits do not depend on its neighbours.
+Even one block's rows fill a large GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +11,45 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_V = 4096
+# Logits of a program, all of them in registers at once: each is read once and exponentiated once.
+PART = 8192
+NO_ID = tl.constexpr(2147483647)
 
 
 @triton.jit
-def _greedy_confidence_kernel(logits, token, confidence, vocab_size, stride, BLOCK: tl.constexpr):
+def _part_kernel(logits, part_peak, part_total, part_id, vocab_size, num_parts, stride, BLOCK: tl.constexpr):
     LOWEST: tl.constexpr = -3.4028234663852886e38
+    target = tl.program_id(0)
+    row = (target // num_parts).to(tl.int64)
+    ids = (target % num_parts) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    wrong = (value != value) | (value == float("inf"))
+    bad = tl.max(wrong.to(tl.int32), 0)
+    value = tl.where(wrong, float("-inf"), value)
+    peak = tl.max(value, 0)
+    # A finite offset keeps exp(-inf - -inf) out of the sum.
+    total = tl.sum(tl.exp(value - tl.maximum(peak, LOWEST)), 0)
+    winner = tl.min(tl.where((value == peak) & (value > float("-inf")), ids, NO_ID), 0)
+    tl.store(part_peak + target, peak)
+    tl.store(part_total + target, tl.where(bad > 0, float("nan"), total))
+    tl.store(part_id + target, winner)
+
+
+@triton.jit
+def _join_kernel(part_peak, part_total, part_id, token, confidence, num_parts, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    offset = tl.arange(0, BLOCK)
-    # A finite start keeps exp(-inf - -inf) out of the sums. Elements are reduced once, after the loop.
-    peak = tl.full([BLOCK], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    best = tl.full([BLOCK], 2147483647, tl.int32)
-    bad = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, vocab_size, BLOCK):
-        ids = first + offset
-        value = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=float("-inf")).to(
-            tl.float32
-        )
-        wrong = (value != value) | (value == float("inf"))
-        bad = bad | wrong.to(tl.int32)
-        value = tl.where(wrong, float("-inf"), value)
-        # An element's first id is at or above LOWEST, later ones must exceed its peak: the lowest id wins.
-        best = tl.where((value > peak) | ((value == peak) & (best == 2147483647)), ids, best)
-        higher = tl.maximum(peak, value)
-        total = total * tl.exp(peak - higher) + tl.exp(value - higher)
-        peak = higher
+    part = tl.arange(0, BLOCK)
+    source = row * num_parts + part
+    inside = part < num_parts
+    peak = tl.load(part_peak + source, mask=inside, other=float("-inf"))
+    total = tl.load(part_total + source, mask=inside, other=0.0)
+    ids = tl.load(part_id + source, mask=inside, other=NO_ID)
     top = tl.max(peak, 0)
-    winner = tl.min(tl.where(peak == top, best, 2147483647), 0)
-    total_sum = tl.sum(total * tl.exp(peak - top), 0)
-    broken = (tl.max(bad, 0) > 0) | (winner == 2147483647)
-    tl.store(token + row, tl.where(winner == 2147483647, 0, winner).to(tl.int64))
-    tl.store(confidence + row, tl.where(broken, float("nan"), 1.0 / total_sum))
+    winner = tl.min(tl.where(peak == top, ids, NO_ID), 0)
+    # Nothing but -inf: the differences below are NaN, and so is the sum. A part with a NaN brings its own.
+    share = 1.0 / tl.sum(tl.where(inside, total * tl.exp(peak - top), 0.0), 0)
+    tl.store(token + row, tl.where(winner == NO_ID, 0, winner).to(tl.int64))
+    tl.store(confidence + row, share)
 
 
 def greedy_confidence(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,13 +58,21 @@ def greedy_confidence(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     token = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     confidence = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
-        _greedy_confidence_kernel[(num_rows,)](
-            logits,
+        block = min(PART, triton.next_power_of_2(vocab_size))
+        num_parts = triton.cdiv(vocab_size, block)
+        peak = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
+        total, ids = torch.empty_like(peak), torch.empty_like(peak, dtype=torch.int32)
+        _part_kernel[(num_rows * num_parts,)](
+            logits, peak, total, ids, vocab_size, num_parts, logits.stride(0), BLOCK=block, num_warps=4
+        )
+        _join_kernel[(num_rows,)](
+            peak,
+            total,
+            ids,
             token,
             confidence,
-            vocab_size,
-            logits.stride(0),
-            BLOCK=min(BLOCK_V, triton.next_power_of_2(vocab_size)),
-            num_warps=8,
+            num_parts,
+            BLOCK=triton.next_power_of_2(num_parts),
+            num_warps=1,
         )
     return token, confidence

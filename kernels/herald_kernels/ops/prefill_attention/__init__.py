@@ -24,7 +24,7 @@ def prefill_attention(
         rows: [num_kv_heads, n, 2 * head_dim] with ``n >= q_start + C``, unit stride in the last dimension.
         q_start: position of the first query.
         block_length: positions of a block.
-        scale: of the scores before the softmax.
+        scale: of the scores before the softmax, positive.
 
     Returns:
         Like q.
@@ -40,6 +40,8 @@ def prefill_attention(
             f"queries {q_start}..{q_start + q.shape[0]} in blocks of {block_length} need at least "
             f"{q_start + q.shape[0]} rows; there are {num_rows}"
         )
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be positive")
     need_unit_stride(q=q, rows=rows)
     out: torch.Tensor = implementation("prefill_attention", q.device.type)(
         q, rows, q_start, block_length, scale

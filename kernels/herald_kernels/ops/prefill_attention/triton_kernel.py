@@ -3,38 +3,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from herald_kernels.ops.online_softmax import fold
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Shape of the work of one program: query rows, key rows, warps and pipeline stages."""
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-def tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Tiles by head size: 16-bit ones keep two or three stages within a Hopper SM's shared memory."""
-    if dtype == torch.float32:
-        return Tiles(32, 32, 8, 1)
-    if head_dim > 128:
-        return Tiles(64, 64, 4, 2)
-    return Tiles(128, 64 if head_dim == 128 else 128, 8, 3)
+from herald_kernels.ops.online_softmax import fold, load_full_tile, load_tile
+from herald_kernels.ops.tiles import prefill_tiles, row_descriptor
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_rows", "q_start", "block_length"])
 def _prefill_kernel(
     q,
     rows,
+    row_matrix,
     out,
     num_queries,
     num_rows,
@@ -50,6 +31,7 @@ def _prefill_kernel(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):
     # Late tiles see most rows and start first, so that the last wave is made of short ones.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -69,19 +51,24 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     head_rows = rows + head * rows_stride_head
+    first_row = (head * (rows_stride_head // rows_stride_row)).to(tl.int32)
     # Whole tiles that every query of this program sees need no mask.
     for start in range(0, shared, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        everything = n >= 0
-        tile_rows = head_rows + n.to(tl.int64) * rows_stride_row
-        peak, total, acc = fold(
-            query, tile_rows, everything, everything, peak, total, acc, scale_log2, D, False
+        keys, values = load_full_tile(
+            head_rows + rows_stride_row.to(tl.int64) * start,
+            row_matrix,
+            first_row + start,
+            rows_stride_row,
+            D,
+            BLOCK_N,
+            DESCRIPTORS,
         )
-    for start in range(shared, last, BLOCK_N):
+        peak, total, acc = fold(query, keys, values, True, peak, total, acc, scale_log2, False)
+    for start in tl.range(shared, last, BLOCK_N, num_stages=1):
         n = start + tl.arange(0, BLOCK_N)
-        tile_rows = head_rows + n.to(tl.int64) * rows_stride_row
+        keys, values = load_tile(head_rows + n.to(tl.int64) * rows_stride_row, n < last, D)
         visible = n[None, :] < end[:, None]
-        peak, total, acc = fold(query, tile_rows, n < last, visible, peak, total, acc, scale_log2, D, True)
+        peak, total, acc = fold(query, keys, values, visible, peak, total, acc, scale_log2, True)
 
     target = out + (token * (H * G) + head * G + m % G) * D
     value = acc / total[:, None]
@@ -95,12 +82,14 @@ def prefill_attention(
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, num_rows, _ = rows.shape
     group = num_heads // num_kv_heads
-    tile = tiles(head_dim, q.dtype)
+    tile = prefill_tiles(head_dim, q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_queries:
+        descriptor = row_descriptor(rows, tile)
         _prefill_kernel[(num_kv_heads, triton.cdiv(num_queries * group, tile.queries))](
             q,
             rows,
+            descriptor,
             out,
             num_queries,
             num_rows,
@@ -114,6 +103,7 @@ def prefill_attention(
             D=head_dim,
             BLOCK_M=tile.queries,
             BLOCK_N=tile.keys,
+            DESCRIPTORS=descriptor is not None,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )

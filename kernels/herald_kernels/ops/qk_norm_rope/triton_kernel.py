@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernel of `qk_norm_rope`: a program takes one head of a few tokens."""
+"""Triton kernel of `qk_norm_rope`: a program takes some heads of a few tokens and reads phases once."""
 
 from __future__ import annotations
 
@@ -7,40 +7,80 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_T = 8
+from herald_kernels.ops.tiles import rotate_strip
 
 
 @triton.jit
-def _norm(raw, inverse_rms, weight, col, NORM: tl.constexpr):
-    """Values in float32 as they are after the norm's rounding to ``raw``'s dtype."""
+def _scale(raw, inverse_rms, weight, NORM: tl.constexpr):
+    """Values in float32, as the norm and its weights (at the pointers ``weight``) leave them rounded."""
     if NORM:
         value = (raw.to(tl.float32) * inverse_rms[:, None]).to(raw.dtype).to(tl.float32)
-        scaled = value * tl.load(weight + col).to(tl.float32)[None, :]
+        scaled = value * tl.load(weight).to(tl.float32)[None, :]
         return scaled.to(raw.dtype).to(tl.float32)
     else:
         return raw.to(tl.float32)
 
 
 @triton.jit
-def _norm_rotate(
-    source, weight, cos, sin, token, valid, eps, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
+def _rotate_halves(
+    source,
+    target,
+    weight,
+    c,
+    s,
+    valid,
+    eps,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
 ):
-    """[BLOCK_T, D] in float32 of the head whose first elements ``source`` points to."""
+    """One head of each token, from where ``source`` points to where ``target`` does; all of it is turned.
+
+    ``c`` and ``s`` are the phases, [tokens, HALF].
+    """
+    col = tl.arange(0, HALF)
+    low = tl.load(source[:, None] + col[None, :], mask=valid[:, None], other=0.0)
+    high = tl.load(source[:, None] + (HALF + col)[None, :], mask=valid[:, None], other=0.0)
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+    square = tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)
+    inverse_rms = tl.rsqrt(square / D + eps)
+    x = _scale(low, inverse_rms, weight + col, NORM)
+    y = _scale(high, inverse_rms, weight + HALF + col, NORM)
+    kind = target.dtype.element_ty
+    tl.store(target[:, None] + col[None, :], (x * c - y * s).to(kind), mask=valid[:, None])
+    tl.store(target[:, None] + (HALF + col)[None, :], (y * c + x * s).to(kind), mask=valid[:, None])
+
+
+@triton.jit
+def _rotate_some(
+    source,
+    target,
+    weight,
+    cos,
+    sin,
+    token,
+    valid,
+    eps,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """The same for heads whose dimensions from 2 * HALF on are not turned."""
     col = tl.arange(0, D)
-    # The partner of each dimension is read again (from cache) rather than shuffled: any R works.
+    # The partner of each dimension is read again (from cache) rather than shuffled: any HALF works.
     partner = tl.where(col < HALF, col + HALF, tl.where(col < 2 * HALF, col - HALF, col))
     raw = tl.load(source[:, None] + col[None, :], mask=valid[:, None], other=0.0)
     raw_partner = tl.load(source[:, None] + partner[None, :], mask=valid[:, None], other=0.0)
     wide = raw.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
-    value = _norm(raw, inverse_rms, weight, col, NORM)
-    other = _norm(raw_partner, inverse_rms, weight, partner, NORM)
-
+    value = _scale(raw, inverse_rms, weight + col, NORM)
+    other = _scale(raw_partner, inverse_rms, weight + partner, NORM)
     turned = valid[:, None] & (col < 2 * HALF)[None, :]
     phase = token[:, None] * HALF + (col % HALF)[None, :]
     c = tl.load(cos + phase, mask=turned, other=1.0)
     s = tl.load(sin + phase, mask=turned, other=0.0)
-    return value * c + other * tl.where(col < HALF, -s, s)
+    value = value * c + other * tl.where(col < HALF, -s, s)
+    tl.store(target[:, None] + col[None, :], value.to(target.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "group_length"])
@@ -68,23 +108,33 @@ def _qk_norm_rope_kernel(
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
+    WHOLE: tl.constexpr = 2 * HALF == D
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    head = tl.program_id(1)
     valid = token < num_tokens
+    row = (token // group_length) * rows_stride_group + (token % group_length) * rows_stride_row
     col = tl.arange(0, D)
-    source = qkv + token * qkv_stride + head * D
-    if head < HQ:
-        value = _norm_rotate(source, q_weight, cos, sin, token, valid, eps, D, HALF, Q_NORM)
-        target = q_out + token * q_stride_token + head * q_stride_head
-        tl.store(target[:, None] + col[None, :], value.to(q_out.dtype.element_ty), mask=valid[:, None])
-    else:
-        row = (token // group_length) * rows_stride_group + (token % group_length) * rows_stride_row
-        if head < HQ + H:
-            key = _norm_rotate(source, k_weight, cos, sin, token, valid, eps, D, HALF, K_NORM)
+    if WHOLE:
+        phase = token[:, None] * HALF + tl.arange(0, HALF)[None, :]
+        c = tl.load(cos + phase, mask=valid[:, None], other=1.0)
+        s = tl.load(sin + phase, mask=valid[:, None], other=0.0)
+    for step in tl.static_range(HEADS):
+        head = tl.program_id(1) * HEADS + step
+        source = qkv + token * qkv_stride + head * D
+        if head < HQ:
+            target = q_out + token * q_stride_token + head * q_stride_head
+            if WHOLE:
+                _rotate_halves(source, target, q_weight, c, s, valid, eps, D, HALF, Q_NORM)
+            else:
+                _rotate_some(source, target, q_weight, cos, sin, token, valid, eps, D, HALF, Q_NORM)
+        elif head < HQ + H:
             target = rows_out + row + (head - HQ).to(tl.int64) * rows_stride_head
-            tl.store(target[:, None] + col[None, :], key.to(rows_out.dtype.element_ty), mask=valid[:, None])
-        else:
+            if WHOLE:
+                _rotate_halves(source, target, k_weight, c, s, valid, eps, D, HALF, K_NORM)
+            else:
+                _rotate_some(source, target, k_weight, cos, sin, token, valid, eps, D, HALF, K_NORM)
+        elif head < HQ + 2 * H:
             raw = tl.load(source[:, None] + col[None, :], mask=valid[:, None])
             target = rows_out + row + (head - HQ - H).to(tl.int64) * rows_stride_head + D
             tl.store(target[:, None] + col[None, :], raw.to(rows_out.dtype.element_ty), mask=valid[:, None])
@@ -104,7 +154,9 @@ def qk_norm_rope(
 ) -> None:
     """See `herald_kernels.qk_norm_rope`. ``head_dim`` must be a power of two."""
     num_tokens, head_dim = q_out.shape[0], q_out.shape[2]
-    _qk_norm_rope_kernel[(triton.cdiv(num_tokens, BLOCK_T), num_heads + 2 * num_kv_heads)](
+    strip = rotate_strip(num_tokens)
+    all_heads = num_heads + 2 * num_kv_heads
+    _qk_norm_rope_kernel[(triton.cdiv(num_tokens, strip.size), triton.cdiv(all_heads, strip.heads))](
         qkv,
         qkv if q_weight is None else q_weight,
         qkv if k_weight is None else k_weight,
@@ -127,6 +179,7 @@ def qk_norm_rope(
         HALF=cos.shape[1],
         Q_NORM=q_weight is not None,
         K_NORM=k_weight is not None,
-        BLOCK=BLOCK_T,
-        num_warps=4,
+        BLOCK=strip.size,
+        HEADS=strip.heads,
+        num_warps=strip.num_warps,
     )

@@ -23,8 +23,10 @@ def resident_attention(
     Query head h reads KV head ``h // (num_heads // num_kv_heads)``. Arena rows outside
     ``[row_start, row_start + length)`` are never used, whatever they hold.
 
-    A lane's bits depend on its own inputs and on ``max_length`` rounded up to a power of two, not on the
-    lanes beside it. Source: split KV of Flash-Decoding (Dao et al. 2023).
+    A lane's bits depend on its own inputs and on the shape of the call, not on its place in the call nor on
+    what the lanes beside it hold. The shape decides into how many pieces the sets are cut, all alike: the
+    number of lanes, the heads, the device, and ``max_length`` rounded up to one of four steps between powers
+    of two. Source: split KV of Flash-Decoding (Dao et al. 2023).
 
     Args:
         q: [N, B, num_heads, head_dim], unit stride in the last dimension.
@@ -33,7 +35,7 @@ def resident_attention(
         row_start: int64 [N]: first arena row of the lane's request.
         length: int32 [N, num_kv_heads]: rows of the resident set, 0 for none.
         parent: int32 [N]: a lane of this call, or -1.
-        scale: of the scores before the softmax.
+        scale: of the scores before the softmax, positive.
         max_length: at least every length. Checked where that costs no synchronisation (cpu).
 
     Returns:
@@ -67,6 +69,8 @@ def resident_attention(
         raise ValueError(
             f"max_length={max_length} is less than the longest resident set, {int(length.max())}"
         )
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be positive")
     need_unit_stride(q=q, rows=rows, arena=arena)
     out, lse = implementation("resident_attention", q.device.type)(
         q, rows, arena, row_start, length, parent, scale, max_length

@@ -1,59 +1,37 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of `resident_attention`: flash-decoding over splits of the resident set, then a combination.
-
-How a set is split depends on the model's shape and on ``max_length`` rounded up to a power of two, so that a
-lane is computed in the same order whatever lanes are beside it.
-"""
+"""Triton kernels of `resident_attention`: flash-decoding over sets, whole or cut, then a combination."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
-from herald_kernels.ops.online_softmax import fold
+from herald_kernels.ops.online_softmax import fold, load_full_tile, load_tile
+from herald_kernels.ops.resident_attention.splits import Device, plan, round_length
+from herald_kernels.ops.tiles import aligned_rows, programs_per_multiprocessor, resident_tiles, row_descriptor
 
-# One lane should give about every SM of a large GPU a program; more lanes fill it by themselves.
-PROGRAMS_PER_LANE = 128
-MIN_SPLIT_ROWS = 256
-# Lanes of one launch are limited so that the partial results take no more than this.
-WORKSPACE_BYTES = 256 << 20
-COMBINE_ROWS = 8
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Shape of the work of one program: query rows, set rows, warps and pipeline stages."""
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
+# Partial rows that a program of the combination holds.
+COMBINED = 32
+# Where no device tells (the interpreter).
+DEFAULT_MULTIPROCESSORS = 132
 
 
-def tiles(num_queries: int, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for ``num_queries`` (B x G) query rows of a lane in one KV head."""
-    queries = max(16, triton.next_power_of_2(num_queries))
-    if dtype == torch.float32:
-        # Exact float32 products run on the FMA units, from registers.
-        return Tiles(min(32, queries), 32, 8, 1)
-    queries = min(128 if head_dim <= 128 else 64, queries)
-    return Tiles(queries, 64, 8 if queries == 128 else 4, 3 if head_dim <= 128 else 2)
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return DEFAULT_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def split_rows(max_length: int, num_kv_heads: int, num_tiles: int) -> int:
-    """Rows of the set that one program takes."""
-    splits = triton.next_power_of_2(max(1, PROGRAMS_PER_LANE // (num_kv_heads * num_tiles)))
-    return max(MIN_SPLIT_ROWS, triton.next_power_of_2(max(1, max_length)) // splits)
-
-
-@triton.jit(do_not_specialize=["first_lane", "num_splits", "split_rows"])
+@triton.jit(do_not_specialize=["tiles_per_piece", "max_pieces"])
 def _attend_kernel(
     q,
     rows,
     arena,
+    arena_rows,
     row_start,
     length,
     parent,
@@ -62,9 +40,8 @@ def _attend_kernel(
     part_out,
     part_lse,
     scale_log2,
-    first_lane,
-    num_splits,
-    split_rows,
+    tiles_per_piece,
+    max_pieces,
     q_stride_lane,
     q_stride_position,
     q_stride_head,
@@ -79,102 +56,123 @@ def _attend_kernel(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_NEAR: tl.constexpr,
-    DIRECT: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     NUM_TILES: tl.constexpr = (B * G + BLOCK_M - 1) // BLOCK_M
     # Lanes are the fastest axis: those of one request run together and share its set in the L2 cache.
-    local_lane = (tl.program_id(0) // NUM_TILES).to(tl.int64)
-    lane = local_lane + first_lane
+    lane = (tl.program_id(0) // NUM_TILES).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    count = tl.load(length + lane * H + head)
-    first = split * split_rows
-    if (split > 0) & (first >= count):
-        return
-
+    piece = tl.program_id(2)
     m = (tl.program_id(0) % NUM_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, D)
     real = m < B * G
     q_rows = q + lane * q_stride_lane + (m // G) * q_stride_position + (head * G + m % G) * q_stride_head
+
+    # All that the addresses of the set depend on is in flight at once.
+    count = tl.load(length + lane * H + head)
+    start = tl.load(row_start + lane).to(tl.int64)
+    parent_lane = tl.load(parent + lane).to(tl.int64)
     query = tl.load(q_rows[:, None] + col[None, :], mask=real[:, None], other=0.0)
+
+    # The lane's own rows and its parent's follow those of the set.
+    last = count + tl.where(parent_lane >= 0, 2 * B, B)
+    num_tiles = tl.cdiv(last, BLOCK_N)
+    pieces = tl.cdiv(num_tiles, tiles_per_piece)
+    if piece >= pieces:
+        return
+    begin = piece * num_tiles // pieces
+    end = (piece + 1) * num_tiles // pieces
+
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
-
-    # The first split also takes the lane's own rows and its parent's.
-    parent_lane = tl.load(parent + lane).to(tl.int64)
-    sources = tl.where(split == 0, tl.where(parent_lane >= 0, 2, 1), 0)
-    near = tl.arange(0, BLOCK_NEAR)
-    for source in tl.range(0, sources, num_stages=1):
-        source_lane = tl.where(source == 0, lane, parent_lane)
-        near_rows = rows + source_lane * rows_stride_lane + head * rows_stride_head + near * rows_stride_row
-        inside = near < B
-        peak, total, acc = fold(
-            query, near_rows, inside, inside[None, :], peak, total, acc, scale_log2, D, True
+    set_rows = arena + head * arena_stride_head + start * arena_stride_row
+    first_row = (head * (arena_stride_head // arena_stride_row) + start).to(tl.int32)
+    full = count // BLOCK_N
+    for tile in range(begin, tl.minimum(end, full)):
+        keys, values = load_full_tile(
+            set_rows + arena_stride_row.to(tl.int64) * (tile * BLOCK_N),
+            arena_rows,
+            first_row + tile * BLOCK_N,
+            arena_stride_row,
+            D,
+            BLOCK_N,
+            DESCRIPTORS,
         )
+        peak, total, acc = fold(query, keys, values, True, peak, total, acc, scale_log2, False)
 
-    set_rows = arena + head * arena_stride_head + tl.load(row_start + lane).to(tl.int64) * arena_stride_row
-    last = tl.minimum(first + split_rows, count)
-    for start in range(first, last, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
+    last = tl.minimum(last, end * BLOCK_N)
+    for first in tl.range(tl.maximum(begin, full) * BLOCK_N, last, BLOCK_N, num_stages=EDGE_STAGES):
+        n = first + tl.arange(0, BLOCK_N)
+        near = n - count
+        near_lane = tl.where(near < B, lane, parent_lane)
+        near_rows = (
+            rows + near_lane * rows_stride_lane + head * rows_stride_head + (near % B) * rows_stride_row
+        )
+        either = tl.where(near < 0, set_rows + n.to(tl.int64) * arena_stride_row, near_rows)
+        if ALIGNED:
+            either = tl.multiple_of(either, 16)
         inside = n < last
-        tile_rows = set_rows + n.to(tl.int64) * arena_stride_row
-        peak, total, acc = fold(
-            query, tile_rows, inside, inside[None, :], peak, total, acc, scale_log2, D, True
-        )
+        keys, values = load_tile(either, inside, D)
+        peak, total, acc = fold(query, keys, values, inside[None, :], peak, total, acc, scale_log2, True)
 
     value = acc / total[:, None]
     sum_log2 = peak + tl.log2(total)
-    if DIRECT:
+    if pieces == 1:
         target = (lane * B + m // G) * (H * G) + head * G + m % G
         tl.store(out + target[:, None] * D + col[None, :], value.to(out.dtype.element_ty), mask=real[:, None])
         tl.store(lse + target, sum_log2 * 0.6931471805599453, mask=real)
     else:
-        target = ((local_lane * H + head) * num_splits + split) * (B * G) + m
+        target = ((lane * H + head) * max_pieces + piece) * (B * G) + m
         tl.store(part_out + target[:, None] * D + col[None, :], value, mask=real[:, None])
         tl.store(part_lse + target, sum_log2, mask=real)
 
 
-@triton.jit(do_not_specialize=["first_lane", "num_splits", "split_rows"])
+@triton.jit(do_not_specialize=["tiles_per_piece", "max_pieces"])
 def _combine_kernel(
     part_out,
     part_lse,
     length,
+    parent,
     out,
     lse,
-    first_lane,
-    num_splits,
-    split_rows,
+    tiles_per_piece,
+    max_pieces,
     B: tl.constexpr,
     G: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    lane = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    local_lane = tl.program_id(2).to(tl.int64)
-    lane = local_lane + first_lane
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    piece = tl.arange(0, PIECES)
     col = tl.arange(0, D)
-    real = m < B * G
-    used = tl.maximum(tl.cdiv(tl.load(length + lane * H + head), split_rows), 1)
-    source = (local_lane * H + head) * num_splits * (B * G) + m
-    peak = tl.load(part_lse + source, mask=real, other=0.0)
-    total = tl.full([BLOCK_M], 1.0, tl.float32)
-    acc = tl.load(part_out + source[:, None] * D + col[None, :], mask=real[:, None], other=0.0)
-    for split in range(1, used):
-        part = source + split * (B * G)
-        part_peak = tl.load(part_lse + part, mask=real, other=0.0)
-        value = tl.load(part_out + part[:, None] * D + col[None, :], mask=real[:, None], other=0.0)
-        higher = tl.maximum(peak, part_peak)
-        shrink, weight = tl.exp2(peak - higher), tl.exp2(part_peak - higher)
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + value * weight[:, None]
-        peak = higher
+    row = tl.minimum(m, B * G - 1)
+    source = ((lane * H + head) * max_pieces + piece[:, None]) * (B * G) + row[None, :]
+
+    # All pieces there can be are read at once, also those that this set does not have.
+    last = tl.load(length + lane * H + head) + tl.where(tl.load(parent + lane) >= 0, 2 * B, B)
+    pieces = tl.cdiv(tl.cdiv(last, BLOCK_N), tiles_per_piece)
+    allocated = piece < max_pieces
+    part = tl.load(part_lse + source, mask=allocated[:, None], other=0.0)
+    value = tl.load(
+        part_out + source[:, :, None] * D + col[None, None, :], mask=allocated[:, None, None], other=0.0
+    )
+    written = piece < pieces
+    part = tl.where(written[:, None], part, float("-inf"))
+    peak = tl.max(part, 0)
+    weight = tl.exp2(part - peak[None, :])
+    total = tl.sum(weight, 0)
+    mixed = tl.sum(tl.where(written[:, None, None], value * weight[:, :, None], 0.0), 0) / total[:, None]
+    real = m < tl.where(pieces > 1, B * G, 0)
     target = (lane * B + m // G) * (H * G) + head * G + m % G
-    value = acc / total[:, None]
-    tl.store(out + target[:, None] * D + col[None, :], value.to(out.dtype.element_ty), mask=real[:, None])
+    tl.store(out + target[:, None] * D + col[None, :], mixed.to(out.dtype.element_ty), mask=real[:, None])
     tl.store(lse + target, (peak + tl.log2(total)) * 0.6931471805599453, mask=real)
 
 
@@ -193,63 +191,71 @@ def resident_attention(
     num_kv_heads = arena.shape[0]
     group = num_heads // num_kv_heads
     num_queries = block_length * group
-    tile = tiles(num_queries, head_dim, q.dtype)
-    num_tiles = triton.cdiv(num_queries, tile.queries)
-    rows_per_split = split_rows(max_length, num_kv_heads, num_tiles)
-    num_splits = max(1, triton.cdiv(max_length, rows_per_split))
-
-    row_start, length, parent = row_start.contiguous(), length.contiguous(), parent.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    direct = num_splits == 1
-    lane_bytes = num_kv_heads * num_splits * num_queries * (head_dim + 1) * 4
-    step = num_lanes if direct else min(num_lanes, max(1, WORKSPACE_BYTES // lane_bytes))
+    if not num_lanes:
+        return out, lse
+    longest = round_length(max_length)
+    tile = resident_tiles(num_queries, head_dim, q.dtype, num_lanes * num_kv_heads * longest)
+    lane_programs = triton.cdiv(num_queries, tile.queries)
+    cut = plan(
+        triton.cdiv(longest + 2 * block_length, tile.keys),
+        tile.keys,
+        num_lanes * num_kv_heads * lane_programs,
+        num_lanes * num_kv_heads * num_queries,
+        head_dim,
+        Device(_multiprocessors(q.device), programs_per_multiprocessor(tile, head_dim, q.element_size())),
+    )
+
+    length, parent = length.contiguous(), parent.contiguous()
     part_out, part_lse = out, lse
-    if not direct:
-        part_shape = (step, num_kv_heads, num_splits, num_queries)
+    if cut.pieces > 1:
+        part_shape = (num_lanes, num_kv_heads, cut.pieces, num_queries)
         part_out = torch.empty((*part_shape, head_dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty(part_shape, dtype=torch.float32, device=q.device)
-    shape = {"B": block_length, "G": group, "H": num_kv_heads, "D": head_dim}
-    for first in range(0, num_lanes, max(1, step)):
-        lanes = min(step, num_lanes - first)
-        _attend_kernel[(lanes * num_tiles, num_kv_heads, num_splits)](
-            q,
-            rows,
-            arena,
-            row_start,
+    shape = {"B": block_length, "G": group, "H": num_kv_heads, "D": head_dim, "BLOCK_N": tile.keys}
+    descriptor = row_descriptor(arena, tile)
+    _attend_kernel[(num_lanes * lane_programs, num_kv_heads, cut.pieces)](
+        q,
+        rows,
+        arena,
+        descriptor,
+        row_start.contiguous(),
+        length,
+        parent,
+        out,
+        lse,
+        part_out,
+        part_lse,
+        scale * 1.4426950408889634,
+        cut.tiles_per_piece,
+        cut.pieces,
+        *q.stride()[:3],
+        *rows.stride()[:3],
+        *arena.stride()[:2],
+        **shape,
+        BLOCK_M=tile.queries,
+        EDGE_STAGES=min(2, tile.num_stages),
+        DESCRIPTORS=descriptor is not None,
+        ALIGNED=aligned_rows(arena) and aligned_rows(rows),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if cut.pieces > 1:
+        pieces = triton.next_power_of_2(cut.pieces)
+        block = max(1, COMBINED // pieces)
+        _combine_kernel[(triton.cdiv(num_queries, block), num_kv_heads, num_lanes)](
+            part_out,
+            part_lse,
             length,
             parent,
             out,
             lse,
-            part_out,
-            part_lse,
-            scale * 1.4426950408889634,
-            first,
-            num_splits,
-            rows_per_split,
-            *q.stride()[:3],
-            *rows.stride()[:3],
-            *arena.stride()[:2],
+            cut.tiles_per_piece,
+            cut.pieces,
             **shape,
-            BLOCK_M=tile.queries,
-            BLOCK_N=tile.keys,
-            BLOCK_NEAR=max(16, triton.next_power_of_2(block_length)),
-            DIRECT=direct,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            BLOCK_M=block,
+            PIECES=pieces,
+            num_warps=4,
         )
-        if not direct:
-            _combine_kernel[(triton.cdiv(num_queries, COMBINE_ROWS), num_kv_heads, lanes)](
-                part_out,
-                part_lse,
-                length,
-                out,
-                lse,
-                first,
-                num_splits,
-                rows_per_split,
-                **shape,
-                BLOCK_M=COMBINE_ROWS,
-                num_warps=4,
-            )
     return out, lse

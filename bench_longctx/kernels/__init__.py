@@ -1,0 +1,1 @@
+"""Benchmarks of the GPU kernels, alone and in a whole denoising step."""

@@ -1,0 +1,36 @@
+"""Selection by every masked position of the block itself, at the three moments the engine knows.
+
+`own_step0` waits until a block is finished and selects with its successor's all-masked queries: what MAGE's
+timing gives, and nothing is hidden. `lookahead_1` and `lookahead_k` ask for the next block's queries during
+the current one, over the draft of what is still masked, in step 1 or in a step that is given; a block that
+ends sooner falls back to its boundary.
+"""
+
+from __future__ import annotations
+
+from bench_longctx.quality.methods.base import Method, Switches
+from herald.config import OffloadConfig
+
+# Later than any block's last step.
+NEVER = 99
+
+
+class OwnStepZero(Method):
+    name = "own_step0"
+    about = "all own queries at the block's boundary, exposed (MAGE's timing)"
+
+    def offload(self, budget: float, switches: Switches) -> OffloadConfig:
+        return self.options(budget, switches, lookahead_step=NEVER)
+
+
+class LookaheadOne(Method):
+    name = "lookahead_1"
+    about = "all queries of the next block over the draft of step 1"
+
+
+class LookaheadK(Method):
+    name = "lookahead_k"
+    about = "the same over the draft of step --lookahead-step"
+
+    def offload(self, budget: float, switches: Switches) -> OffloadConfig:
+        return self.options(budget, switches, lookahead_step=switches.lookahead_step)

@@ -1,0 +1,157 @@
+"""The report of a run: cells by key, as JSON that a later run goes on with, and as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench_longctx import machine
+from bench_longctx.quality.cells import Settings
+from bench_longctx.quality.statistics import paired_means, paired_shares
+from herald.errors import UsageError
+
+Cells = dict[str, dict[str, Any]]
+
+
+class Report:
+    """Cells of one set of settings, kept in a file as they are finished.
+
+    Args:
+        settings: of all cells.
+        path: of the JSON file; None keeps nothing. One that is there is gone on with.
+        jobs: processes side by side; with more than one, times are not those of a machine to itself.
+
+    Raises:
+        UsageError: the file is something else, or of other settings.
+    """
+
+    def __init__(self, settings: Settings, path: Path | None, jobs: int = 1) -> None:
+        self.settings = settings
+        self.path = path
+        self.jobs = jobs
+        self.cells: Cells = {} if path is None or not path.exists() else _read(path, settings)
+
+    def add(self, key: str, cell: dict[str, Any]) -> None:
+        """Take a finished cell, and write the file anew."""
+        self.cells[key] = cell
+        if self.path is not None:
+            text = json.dumps(
+                {
+                    "machine": machine.describe(),
+                    "settings": asdict(self.settings),
+                    "jobs": self.jobs,
+                    "cells": {key: {**c, **difference_of(c, self.cells)} for key, c in self.cells.items()},
+                },
+                indent=1,
+            )
+            part = self.path.with_name(self.path.name + ".part")
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, self.path)
+
+
+def _read(path: Path, settings: Settings) -> Cells:
+    try:
+        report = json.loads(path.read_text("utf-8"))
+        found, cells = report["settings"], report["cells"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path} is no report of this suite ({error!r})", "name another --json file"
+        ) from error
+    wanted = json.loads(json.dumps(asdict(settings)))
+    # tasks and batch may change: documents do not depend on them
+    for name in wanted.keys() - {"tasks", "batch"}:
+        if found.get(name) != wanted[name]:
+            raise UsageError(
+                f"{path} was made with {name}={found.get(name)!r}, not {wanted[name]!r}",
+                "name another --json file",
+            )
+    return dict(cells)
+
+
+def dense_of(cell: dict[str, Any], cells: Cells) -> dict[str, Any] | None:
+    """The dense cell of the same documents."""
+    same = ("task", "length")
+    for other in cells.values():
+        if other["method"] == "dense" and all(other[name] == cell[name] for name in same):
+            return other
+    return None
+
+
+def difference_of(cell: dict[str, Any], cells: Cells) -> dict[str, Any]:
+    """``difference``: against dense on the same documents, in points; empty without a dense cell.
+
+    Of the mean score with its bootstrap interval, and of the documents that are right with Newcombe's.
+    """
+    dense = dense_of(cell, cells)
+    if dense is None or cell["method"] == "dense":
+        return {}
+    points = [100 * x for x in paired_means(cell["scores"], dense["scores"])]
+    right = [[score >= 1 - 1e-6 for score in c["scores"]] for c in (cell, dense)]
+    share = [100 * x for x in paired_shares(*right)]
+    return {
+        "difference": {
+            **dict(zip(("score", "score_low", "score_high"), points)),
+            **dict(zip(("right", "right_low", "right_high"), share)),
+        }
+    }
+
+
+def table(cells: Cells, tasks: list[str]) -> str:
+    """Markdown, one table a length: a row for each method and budget, a column for each task.
+
+    A task's entry is its mean score in points, then the difference against dense in brackets, with a star
+    where the 95% interval of the documents that are right leaves 0 out (Newcombe).
+    """
+    blocks = []
+    for length in sorted({cell["length"] for cell in cells.values()}):
+        here = [cell for cell in cells.values() if cell["length"] == length]
+        rows: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+        for cell in here:
+            rows.setdefault(_row_name(cell), {})[cell["task"]] = cell
+        columns = [task for task in tasks if any(task in row for row in rows.values())]
+        head = ["method", "KV", *(Path(task).stem for task in columns), "steps", "select ms", "MB", "exposed"]
+        lines = [f"### {length}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        for name in sorted(rows, key=lambda name: (name[0] != "dense", name)):
+            row = rows[name]
+            entries = [_entry(row.get(task), cells) for task in columns]
+            lines.append("| " + " | ".join([*name, *entries, *_costs(list(row.values()))]) + " |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _row_name(cell: dict[str, Any]) -> tuple[str, ...]:
+    if cell["method"] == "dense":
+        return "dense", "100%"
+    name = cell["method"]
+    if name == "lookahead_k":
+        name = f"lookahead_{cell['lookahead_step']}"
+    return f"{name} {cell['index_bits']}-bit {cell['operator']}", f"{cell['budget']:.0%}"
+
+
+def _entry(cell: dict[str, Any] | None, cells: Cells) -> str:
+    if cell is None:
+        return ""
+    text = f"{100 * cell['score']:.1f}"
+    difference = difference_of(cell, cells).get("difference")
+    if difference is None:
+        return text
+    clear = difference["right_low"] > 0 or difference["right_high"] < 0
+    return f"{text} ({difference['score']:+.1f}{'*' if clear else ''})"
+
+
+def _costs(row: list[dict[str, Any]]) -> list[str]:
+    """Steps, CPU selection milliseconds and MB moved a block, and the exposed share; means by blocks."""
+    blocks = sum(cell["cost"]["blocks"] for cell in row)
+
+    def mean(name: str) -> float:
+        return sum(cell["cost"][name] * cell["cost"]["blocks"] for cell in row) / blocks
+
+    return [
+        f"{mean('steps_per_block'):.2f}",
+        f"{1e3 * mean('selection_seconds_per_block'):.2f}",
+        f"{mean('bytes_moved_per_block') / 1e6:.2f}",
+        f"{mean('exposed_share'):.0%}",
+    ]

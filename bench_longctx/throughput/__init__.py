@@ -1,0 +1,1 @@
+"""Speed of the runtime: against its hardware, and against a dense engine."""

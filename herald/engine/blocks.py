@@ -1,0 +1,80 @@
+"""Blocks under way, on the device: what every step reads and commits to, without the host in between."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class BlockTable:
+    """One slot a request, and a last one that padding points to.
+
+    Args:
+        block_length: B.
+        num_slots: requests that can hold a slot.
+        mask_id: token id of a mask.
+        device: where the table is.
+
+    Attributes:
+        rows: int64 [3 S + 1, B]: S rows of tokens, of drafts, of closed blocks, then one of mask ids; S is
+            ``num_slots + 1``. A lane reads its tokens from one of them.
+        tokens: [S, B], the current block; draft: arg-max tokens where masked, committed ones elsewhere;
+            closed: the finished block before the current one. Views of ``rows``.
+        masked: bool [S, B], what is still to decode.
+        threshold: float32 [S], confidence above which a position is committed, +inf for none.
+    """
+
+    def __init__(self, block_length: int, num_slots: int, mask_id: int, device: torch.device) -> None:
+        slots = num_slots + 1
+        self.block_length = block_length
+        self.mask_id = mask_id
+        self.rows = torch.full((3 * slots + 1, block_length), mask_id, dtype=torch.int64, device=device)
+        self.tokens, self.draft, self.closed = self.rows[:-1].view(3, slots, block_length)
+        self.masked = torch.zeros(slots, block_length, dtype=torch.bool, device=device)
+        self.threshold = torch.full((slots,), float("inf"), device=device)
+        self.num_slots = slots
+        self._free = list(range(num_slots))[::-1]
+
+    @property
+    def spare(self) -> int:
+        """The slot that padding points to; nothing of it is masked."""
+        return self.num_slots - 1
+
+    def tokens_row(self, slot: int) -> int:
+        """Index in ``rows`` of a slot's current block."""
+        return slot
+
+    def draft_row(self, slot: int) -> int:
+        return self.num_slots + slot
+
+    def closed_row(self, slot: int) -> int:
+        return 2 * self.num_slots + slot
+
+    @property
+    def masks_row(self) -> int:
+        return 3 * self.num_slots
+
+    def take(self, tokens: np.ndarray, masked: np.ndarray, threshold: float | None) -> int:
+        """A free slot that holds a request's first block.
+
+        Args:
+            tokens: int64 [B].
+            masked: bool [B].
+        """
+        slot = self._free.pop()
+        device = self.rows.device
+        self.tokens[slot] = to_device(tokens, device)
+        self.draft[slot] = self.tokens[slot]
+        self.masked[slot] = to_device(masked, device)
+        self.threshold[slot] = float("inf") if threshold is None else threshold
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Its steps under way may still write to it; whoever takes it next comes after them."""
+        self._free.append(slot)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy a host array to the device without waiting for work there."""
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -1,0 +1,274 @@
+"""What each request does in the next step: its lanes, the rows it brings first, the selections it starts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from herald.engine.blocks import BlockTable
+from herald.engine.lanes import StepPlan
+from herald.engine.request import Phase, Request
+from herald.engine.resident import SetUpdate
+from herald.engine.retriever import Retriever
+from herald.engine.trace import Span, Trace
+from herald.errors import HeraldError, RetrievalFailed
+
+
+@dataclass
+class Part:
+    """A request's part in a step.
+
+    Attributes:
+        block, step: what is denoised; step -1 for a forward that only selects.
+        lanes: how many it has.
+        final: the block before is final in this step.
+        free_rows: where the rows of that block go in the arena; see `ResidentSet.append_block`.
+        captures: the block whose selection gets the queries of a lane, -1 for none.
+        own_rows_due: see `Selection`.
+    """
+
+    request: Request
+    block: int
+    step: int
+    lanes: int = 0
+    final: bool = False
+    free_rows: torch.Tensor | None = None
+    captures: int = -1
+    own_rows_due: bool = True
+
+
+class StepPlanner:
+    """Plans steps, and applies what was selected before them.
+
+    Args:
+        retriever: look-ahead retrieval, None without offload.
+        trace: receives spans.
+    """
+
+    def __init__(self, retriever: Retriever | None, trace: Trace) -> None:
+        self.retriever = retriever
+        self.trace = trace
+
+    def plan(self, requests: list[Request], table: BlockTable) -> tuple[StepPlan, list[Part]]:
+        """Lanes of all requests; those whose rows cannot be brought are left out, with their `error`."""
+        plan, parts = StepPlan(), []
+        looks_left = max(4, -(-len(requests) // 4))  # look-aheads are spread over steps
+        for request in requests:
+            try:
+                part = self._plan_request(request, table, plan, looks_left > 0)
+            except HeraldError as error:
+                request.error = error
+            except Exception as error:
+                request.error = _failed(request, error)
+            else:
+                looks_left -= part.captures >= 0
+                parts.append(part)
+        return plan, parts
+
+    def _plan_request(self, request: Request, table: BlockTable, plan: StepPlan, may_look: bool) -> Part:
+        """Add the request's lanes of the next step; at a block's begin, bring its rows first."""
+        resident = request.resident
+        assert resident is not None
+        opening = request.left == 0
+        prefix = request.prefix + request.block_length if opening else request.prefix
+        update, free_rows = None, None
+        if opening:
+            self._drop_missed(request)
+            if self.selects_at_boundary(request, prefix):
+                return self._plan_boundary_selection(request, table, plan)
+            update = self._update_of(request, prefix)
+            if update is not None:
+                self._apply(request, update, request.block + 1)
+                free_rows = self._upload(update.plan.free_rows)
+            elif resident.needs_selection(prefix):
+                free_rows = self._upload(resident.slide_window(prefix))
+            request.block += 1
+            request.step = 0
+            request.left = request.block_length
+        elif resident.config.refresh_step == 0 or self._refresh_lands(request):
+            self._apply_late(request)
+        if request.waits_since is not None:
+            self._count_wait(request, request.block)
+        part = Part(request, request.block, request.step, final=opening, free_rows=free_rows)
+        start, length, slot = resident.row_start, resident.length, request.slot
+        first, parent = len(plan.source), -1
+        if opening:
+            parent = plan.add_lane(table.closed_row(slot), prefix - request.block_length, start, length)
+            plan.final_lane.append(parent)
+        own = plan.add_lane(table.tokens_row(slot), prefix, start, length, parent)
+        plan.add_block(own, slot, opening, request.step_quota)
+        if self._selects_late(request, opening) or self._refreshes(request):
+            plan.capture_lane.append(own)
+            part.captures, part.own_rows_due = request.block, False
+        elif may_look and not opening and self.looks_ahead(request):
+            context = own
+            if resident.config.lookahead_context == "draft":
+                context = plan.add_lane(table.draft_row(slot), prefix, start, length)
+            masks = plan.add_lane(table.masks_row, prefix + request.block_length, start, length, context)
+            plan.capture_lane.append(masks)
+            part.captures = request.block + 1
+        part.lanes = len(plan.source) - first
+        request.plain_until = self._plain_until(request, part.captures >= 0)
+        count_down(request)
+        return part
+
+    def _plain_until(self, request: Request, captures: bool) -> int:
+        """The step of the block from which one may again be more than denoising; see `Request`."""
+        assert request.resident is not None
+        config, selection = request.resident.config, request.selection
+        if self.retriever is None or (selection is not None and selection.block > request.block):
+            return request.block_length
+        if captures or config.on_late == "proceed" or config.refresh_step:
+            return 0
+        more = request.block < request.last_block
+        if more and request.resident.needs_selection(request.prefix + request.block_length):
+            return config.lookahead_step
+        return request.block_length
+
+    def selects_at_boundary(self, request: Request, prefix: int) -> bool:
+        """No look-ahead ran for the next block, and it cannot begin without a selection."""
+        assert request.resident is not None
+        selection, config = request.selection, request.resident.config
+        if self.retriever is None or config.on_late == "proceed" or selection is not None:
+            return False
+        return request.resident.needs_selection(prefix)
+
+    def _plan_boundary_selection(self, request: Request, table: BlockTable, plan: StepPlan) -> Part:
+        """Lanes that select with the finished block's tokens; what that takes is exposed."""
+        assert request.resident is not None
+        start, length = request.resident.row_start, request.resident.length
+        if request.waits_since is None:
+            request.waits_since = time.perf_counter()
+        request.counters.boundary_selections += 1
+        closed = plan.add_lane(table.tokens_row(request.slot), request.prefix, start, length)
+        masks = plan.add_lane(table.masks_row, request.prefix + request.block_length, start, length, closed)
+        plan.capture_lane.append(masks)
+        return Part(request, request.block, -1, lanes=2, captures=request.block + 1)
+
+    def _update_of(self, request: Request, prefix: int) -> SetUpdate | None:
+        """The rows of the block that begins, None where the set only grows or the rows are late."""
+        assert request.resident is not None
+        if self.retriever is None or not request.resident.needs_selection(prefix):
+            return None
+        selection = request.selection
+        if selection is None or selection.block <= request.block or not selection.ready:
+            request.counters.late_selections += 1
+            return None
+        return selection.update.result()
+
+    def _drop_missed(self, request: Request) -> None:
+        """Forget a selection for the block that ends, which came too late or was to land in a later step."""
+        selection = request.selection
+        if selection is None or selection.block > request.block:
+            return
+        assert request.resident is not None
+        if request.resident.config.on_late == "wait" or selection.ready:
+            request.missed.append(selection)
+            request.selection = None
+
+    def _refreshes(self, request: Request) -> bool:
+        """Whether this step's own queries select for the block anew."""
+        assert request.resident is not None
+        config = request.resident.config
+        if self.retriever is None or not config.refresh_step or request.step != config.refresh_step:
+            return False
+        more = request.left > request.step_quota
+        return more and request.selection is None and request.resident.needs_selection(request.prefix)
+
+    def _refresh_lands(self, request: Request) -> bool:
+        """Whether a refresh is due in the next step."""
+        assert request.resident is not None
+        config, selection = request.resident.config, request.selection
+        due = config.refresh_step and request.step == config.refresh_step + config.refresh_lag
+        return bool(due) and selection is not None and selection.block == request.block
+
+    def _apply_late(self, request: Request) -> None:
+        """Apply a selection within its block: a refresh, or one that missed the begin (``"proceed"``)."""
+        selection = request.selection
+        if selection is None or selection.block > request.block or not selection.ready:
+            return
+        assert self.retriever is not None and request.resident is not None
+        if selection.block < request.block:
+            request.missed.append(selection)
+            request.selection = None
+            return
+        update = selection.update.result()
+        if selection.own_rows_due or update.version != request.resident.version:
+            request.selection = self.retriever.rebase(request, selection)
+            return
+        self._apply(request, update, request.block)
+
+    def _apply(self, request: Request, update: SetUpdate, block: int) -> None:
+        """Put an update's rows into their slots, and count how long they travelled."""
+        assert self.retriever is not None and request.resident is not None
+        if update.ticket is not None:
+            request.counters.transfer_seconds += update.ticket.seconds or 0.0
+            span = update.ticket.span
+            if span is not None:
+                moved = len(update.plan.src_rows)
+                at = (request.request_id, block)
+                self.trace.add(Span("transfer", *span, *at, rows=moved, bytes=update.ticket.bytes))
+        verify = request.resident.config.verify_transfers
+        check = partial(self.retriever.verify, request, update) if verify else None
+        request.resident.apply(update, check)
+        request.selected_block = block
+        request.selection = None
+
+    def _count_wait(self, request: Request, block: int) -> None:
+        """The request's rows are there: what it waited for them was exposed."""
+        start, end = request.waits_since, time.perf_counter()
+        request.waits_since = None
+        if start is not None:
+            request.counters.exposed_seconds += end - start
+            self.trace.add(Span("wait", start, end, request.request_id, block))
+
+    def looks_ahead(self, request: Request) -> bool:
+        """Whether the look-ahead for the next block runs in this step."""
+        if self.retriever is None or request.selection is not None:
+            return False
+        assert request.resident is not None
+        config = request.resident.config
+        first = config.refresh_step + config.refresh_lag if config.refresh_step else 0
+        due = request.step >= max(config.lookahead_step, first)
+        more = request.block < request.last_block
+        return due and more and request.resident.needs_selection(request.prefix + request.block_length)
+
+    def _selects_late(self, request: Request, opening: bool) -> bool:
+        """Whether this step's own queries select for the block itself (``on_late="proceed"``)."""
+        if self.retriever is None or not opening or request.selection is not None:
+            return False
+        assert request.resident is not None
+        return request.selected_block != request.block and request.resident.needs_selection(request.prefix)
+
+    def waits_for_rows(self, request: Request) -> bool:
+        """Whether the request's next step has to wait for a selection that is under way."""
+        selection = request.selection
+        if selection is None or request.phase is not Phase.DECODE or selection.ready:
+            return False
+        assert request.resident is not None
+        if request.left > 0:
+            return self._refresh_lands(request)
+        return request.resident.config.on_late == "wait" and selection.block > request.block
+
+    def _upload(self, rows: np.ndarray) -> torch.Tensor:
+        assert self.retriever is not None
+        return self.retriever.store.transfer.upload(rows)
+
+
+def count_down(request: Request) -> None:
+    """Take what the step that is planned will commit from the masks left, where that is known."""
+    if request.is_certain:
+        request.left -= min(request.step_quota, request.left)
+
+
+def _failed(request: Request, error: Exception) -> RetrievalFailed:
+    failed = RetrievalFailed(
+        f"request {request.request_id}: no rows could be brought for block {request.block + 1} ({error})",
+        "see the chained error; run with verify_transfers=True to find a damaged row",
+    )
+    failed.__cause__ = error
+    return failed

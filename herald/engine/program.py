@@ -1,0 +1,165 @@
+"""The device work of one step, recorded once for every `StepShape` and replayed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from herald.engine.blocks import BlockTable
+from herald.engine.lanes import StepInputs, StepPlan, StepShape
+from herald_kernels import commit, greedy_confidence, open_blocks, resident_attention
+
+if TYPE_CHECKING:
+    from herald.engine.runner import LaneRunner
+
+# Lanes whose logits are alive at once: 32 positions of 152K tokens take 10 MB each.
+HEAD_LANES = 8
+
+
+class StepProgram:
+    """Opens blocks, runs lanes through the model, commits; all on the device, without the host.
+
+    Args:
+        runner: gives model, arena and shared output tensors.
+        table: blocks under way.
+        shape: of the steps it runs.
+
+    Attributes:
+        inputs: int64 vector, written before each run (see `StepInputs`).
+        report: int64 [R, B + 1] after a run: masks left (-1 for non-finite logits), then the tokens, -1
+            where masked. With ``shape.draws`` it is made by `commit` afterwards.
+        final_rows: [layers, F, kv_heads, B, 2 * head_dim].
+        queries, lse: [layers, C, B, heads, head_dim] and float32 [layers, C, B, heads].
+        logits, best, confidence: of R lanes, kept only with ``shape.draws``.
+    """
+
+    def __init__(self, runner: LaneRunner, table: BlockTable, shape: StepShape) -> None:
+        self.runner = runner
+        self.table = table
+        self.shape = shape
+        model, block = runner.model, table.block_length
+        self.inputs = torch.from_numpy(StepPlan().pack(shape, table.masks_row, table.spare)).to(model.device)
+        self._offsets = torch.arange(block, device=model.device)
+        self.report: torch.Tensor | None = None
+        self.logits: torch.Tensor | None = None
+        self.best: torch.Tensor | None = None
+        self.confidence: torch.Tensor | None = None
+        self.final_rows = runner.final_rows(shape.finals, block) if shape.finals else None
+        self.queries: torch.Tensor | None = None
+        self.lse: torch.Tensor | None = None
+        if shape.captures:
+            self.queries, self.lse = runner.captured(shape.captures, block)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def record(self, pool: Any) -> None:
+        """Record the run as a CUDA graph, on inputs that are all padding and so change nothing.
+
+        Args:
+            pool: handle of the memory that all graphs share; they never run at the same time.
+        """
+        stream = torch.cuda.Stream(self.inputs.device)
+        stream.wait_stream(torch.cuda.current_stream(self.inputs.device))
+        with torch.cuda.stream(stream):
+            self._run()  # compiles kernels and sets libraries up, which a recording must not do
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads copy and allocate meanwhile; only this one is held to what a recording allows.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self._run()
+        self._graph = graph
+
+    def run(self, inputs: torch.Tensor) -> None:
+        """One step on the current stream.
+
+        Args:
+            inputs: int64 vector in (page-locked) host memory, unchanged until the step is done.
+        """
+        self.inputs.copy_(inputs, non_blocking=True)
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        runner, table, shape = self.runner, self.table, self.shape
+        model, config = runner.model, runner.model.config
+        block = table.block_length
+        given = StepInputs.views(self.inputs, shape)
+        if shape.logits:
+            open_blocks(
+                table.tokens,
+                table.masked,
+                table.draft,
+                table.closed,
+                given.slot,
+                given.opening,
+                table.mask_id,
+            )
+        hidden = model.embed(table.rows.index_select(0, given.source).view(-1))
+        cos, sin = model.rope((given.position.unsqueeze(1) + self._offsets).view(-1))
+        length = given.length.to(torch.int32).unsqueeze(1).repeat(1, config.num_kv_heads)
+        parent = given.parent.to(torch.int32)
+        for layer in range(config.num_layers):
+            rows = runner.new_rows(shape.lanes, block)
+            q = runner.project(layer, hidden, cos, sin, rows)
+            q = q.view(shape.lanes, block, config.num_heads, config.head_dim)
+            out, lse = resident_attention(
+                q,
+                rows,
+                runner.arena.rows[layer],
+                given.row_start,
+                length,
+                parent,
+                model.softmax_scale,
+                shape.max_length,
+            )
+            hidden = model.finish_layer(layer, hidden, out.view(hidden.shape[0], -1))
+            if self.final_rows is not None:
+                torch.index_select(rows, 0, given.final_lane, out=self.final_rows[layer])
+            if self.queries is not None and self.lse is not None:
+                torch.index_select(q, 0, given.capture_lane, out=self.queries[layer])
+                torch.index_select(lse, 0, given.capture_lane, out=self.lse[layer])
+        if shape.logits:
+            self._decide(hidden.view(shape.lanes, block, -1).index_select(0, given.logit_lane), given)
+
+    def _decide(self, hidden: torch.Tensor, given: StepInputs) -> None:
+        """Head and commit of R lanes. ``hidden`` [R, B, hidden_size]."""
+        model, lanes = self.runner.model, self.shape.logits
+        best, confidence, kept = [], [], []
+        step = lanes if self.shape.draws else HEAD_LANES
+        for first in range(0, lanes, step):
+            logits = model.logits(hidden[first : first + step].flatten(0, 1))
+            token, probability = greedy_confidence(logits)
+            best.append(token)
+            confidence.append(probability)
+            kept.append(logits)
+        self.best = torch.cat(best).view(lanes, -1)
+        self.confidence = torch.cat(confidence).view(lanes, -1)
+        if self.shape.draws:
+            self.logits = kept[0].view(lanes, self.table.block_length, -1)
+        else:
+            self.commit(self.best, self.confidence)
+
+    def take_logits(self, inputs: torch.Tensor, logits: torch.Tensor) -> None:
+        """Stand in for a run of one lane whose logits [B, vocab_size] were computed elsewhere."""
+        self.inputs.copy_(inputs, non_blocking=True)
+        token, probability = greedy_confidence(logits)
+        self.best, self.confidence = token.view(1, -1), probability.view(1, -1)
+        self.logits = logits.unsqueeze(0)
+
+    def commit(self, candidate: torch.Tensor, confidence: torch.Tensor) -> None:
+        """Fix candidates [R, B] by their confidence float32 [R, B]; makes the report."""
+        given, table = StepInputs.views(self.inputs, self.shape), self.table
+        assert self.best is not None
+        self.report = commit(
+            table.tokens,
+            table.masked,
+            table.draft,
+            given.slot,
+            self.best,
+            candidate,
+            confidence,
+            given.quota,
+            table.threshold,
+        )

@@ -1,0 +1,121 @@
+"""How programs are shaped: the one table of choices that measurements set, and what follows from it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one program of an attention kernel works.
+
+    Args:
+        queries: query rows of a tile.
+        keys: key and value rows of a tile.
+        num_warps: warps of the program.
+        num_stages: tiles of keys and values in flight.
+        descriptors: load keys and values through tensor descriptors (TMA) where the device and strides allow.
+    """
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    descriptors: bool = True
+
+
+@dataclass(frozen=True)
+class Strip:
+    """How one program of an element-wise kernel works.
+
+    Args:
+        size: values (`silu_mul`) or tokens (`qk_norm_rope`) of a program; unused where a program takes a row.
+        num_warps: warps of the program.
+        heads: heads that a program of `qk_norm_rope` takes one after the other.
+    """
+
+    size: int
+    num_warps: int
+    heads: int = 1
+
+
+# The table: one H200, bf16, head_dim 128, hidden size 4096. `bench_kernels --tune all` measures it again.
+RESIDENT = Tiles(64, 64, 4, 3)
+RESIDENT_LONG = Tiles(128, 128, 8, 3)  # from LONG_ROWS rows in a call on
+PREFILL = Tiles(128, 128, 8, 3)
+WIDE_HEADS = Tiles(64, 64, 4, 2)  # head_dim above 128
+EXACT = Tiles(32, 32, 8, 1, descriptors=False)  # float32: products on the FMA units, from registers
+LONG_ROWS = 800_000  # lanes x KV heads x rows
+RMS_NORM_WARPS = 8
+SILU_MUL = Strip(1024, 4)
+ROTATE = Strip(8, 4)
+ROTATE_MANY = Strip(16, 4, heads=2)  # beyond ROTATE_TOKENS tokens
+ROTATE_TOKENS = 640
+
+# Of one multiprocessor.
+SHARED_BYTES = 227 << 10
+WARPS = 16
+
+
+def resident_tiles(num_queries: int, head_dim: int, dtype: torch.dtype, total_rows: int) -> Tiles:
+    """Tiles of `resident_attention`.
+
+    Args:
+        num_queries: query rows of a lane in one KV head.
+        total_rows: rows of all sets of the call, over all KV heads.
+    """
+    tile = EXACT if dtype == torch.float32 else WIDE_HEADS if head_dim > 128 else RESIDENT
+    if tile is RESIDENT and num_queries >= RESIDENT_LONG.queries and total_rows >= LONG_ROWS:
+        return RESIDENT_LONG
+    queries = min(tile.queries, max(16, 1 << (num_queries - 1).bit_length()))
+    return Tiles(queries, tile.keys, tile.num_warps, tile.num_stages, tile.descriptors)
+
+
+def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
+    """Tiles of `prefill_attention`."""
+    return EXACT if dtype == torch.float32 else WIDE_HEADS if head_dim > 128 else PREFILL
+
+
+def rotate_strip(num_tokens: int) -> Strip:
+    """Strip of `qk_norm_rope`."""
+    return ROTATE_MANY if num_tokens > ROTATE_TOKENS else ROTATE
+
+
+def programs_per_multiprocessor(tile: Tiles, head_dim: int, element_size: int) -> int:
+    """How many programs with these tiles a multiprocessor runs at once: by shared memory and by registers."""
+    shared = (2 * tile.num_stages * tile.keys + tile.queries) * head_dim * element_size
+    return max(1, min(SHARED_BYTES // shared, WARPS // tile.num_warps))
+
+
+@functools.cache
+def _has_descriptors(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index) >= (9, 0)
+
+
+def aligned_rows(rows: torch.Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes."""
+    return not any(
+        size % 16 for size in (rows.data_ptr(), *(n * rows.element_size() for n in rows.stride()[:-1]))
+    )
+
+
+def row_descriptor(rows: torch.Tensor, tile: Tiles) -> Any:
+    """A descriptor of ``rows`` [H, n, 2 * head_dim] as a matrix of rows, or None to load through pointers.
+
+    ``rows[head, i]`` is row ``head * stride(0) / stride(1) + i`` of the matrix.
+    """
+    if not tile.descriptors or not rows.shape[1]:
+        return None
+    stride_head, stride_row = rows.stride()[:2]
+    if not aligned_rows(rows) or stride_row < rows.shape[2] or stride_head % stride_row:
+        return None
+    if rows.is_cuda and not _has_descriptors(rows.device.index):
+        return None
+    height = (rows.shape[0] - 1) * (stride_head // stride_row) + rows.shape[1]
+    descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    return descriptor(rows, [height, rows.shape[2]], [stride_row, 1], [tile.keys, rows.shape[2] // 2])

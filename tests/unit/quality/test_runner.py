@@ -1,0 +1,209 @@
+"""The runner: its matrix, what it keeps, and what its table says."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench_longctx.quality import cells, run
+from bench_longctx.quality.cells import Job, Settings
+from bench_longctx.quality.report import Report, difference_of, table
+from herald.errors import InvalidOption, UsageError
+
+SMALL = ["--device", "cpu", "--lengths", "2048", "--budgets", "0.1", "--batch", "2"]
+
+
+def fake_cell(job: Job, task: str, scores: list[float]) -> dict[str, Any]:
+    cost = {
+        "blocks": 10,
+        "steps_per_block": 2.0,
+        "selection_seconds_per_block": 0.001,
+        "bytes_moved_per_block": 2e6,
+        "exposed_share": 0.25,
+    }
+    right = sum(score == 1 for score in scores)
+    return {
+        **vars(job),
+        "task": task,
+        "score": sum(scores) / len(scores),
+        "right": right,
+        "of": len(scores),
+        "seconds": 1.0,
+        "scores": scores,
+        "cost": cost,
+    }
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of the cells that were run, with a stand-in for the engine."""
+    keys: list[str] = []
+
+    def run_job(job: Job, settings: Settings, tasks: list[str], threads: int, said: Any) -> Iterator[Any]:
+        for task in tasks:
+            keys.append(job.key(task))
+            scores = [1.0] * 10 if job.method == "dense" else [1.0] * 4 + [0.0] * 6
+            yield job.key(task), fake_cell(job, task, scores)
+
+    monkeypatch.setattr(cells, "run_job", run_job)
+    return keys
+
+
+def test_matrix():
+    args = run.parse(["--methods", "lookahead_k", "dense", "page_bounds", "--lookahead-step", "1", "3"])
+    jobs = run.jobs_of(args)
+    assert [job.length for job in jobs if job.method == "dense"] == [8192, 16384, 32768]
+    assert jobs[0].method == "dense"
+    assert len(jobs) == 3 * (1 + 3 * 2 + 3)
+    assert {job.index_bits for job in jobs if job.method == "page_bounds"} == {16}
+    # switches that a method does not have make no further jobs
+    args = run.parse(["--methods", "page_bounds", "centre", "--index-bits", "8", "4", "--lengths", "8192"])
+    assert len(run.jobs_of(args)) == 3 + 3 * 2
+    default = run.parse([])
+    assert default.count == 100 and len(run.jobs_of(default)) == 3 * (1 + 8 * 3)
+
+
+def test_resume_runs_only_what_is_missing(ran: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = tmp_path / "out.json"
+    given = [*SMALL, "--count", "10", "--json", str(path)]
+    assert run.run(run.parse([*given, "--methods", "dense", "centre", "--tasks", "keys"])) == 0
+    assert ran == ["dense 1.0 2048 8 max 0 keys", "centre 0.1 2048 8 max 0 keys"]
+    ran.clear()
+    more = [*given, "--methods", "dense", "centre", "window_sinks", "--tasks", "keys", "needle"]
+    assert run.run(run.parse(more)) == 0
+    assert len(ran) == 4 and not {key for key in ran if "keys" in key} - {
+        "window_sinks 0.1 2048 8 max 0 keys"
+    }
+    ran.clear()
+    assert run.run(run.parse(more)) == 0
+    assert ran == []
+    report = json.loads(path.read_text())
+    assert len(report["cells"]) == 6 and "machine" in report
+    cell = report["cells"]["centre 0.1 2048 8 max 0 keys"]
+    assert cell["difference"]["score"] == -60 and cell["difference"]["right_high"] < 0
+    out = capsys.readouterr().out
+    assert "| dense | 100% | 100.0 | 100.0 | 2.00 | 1.00 | 2.00 | 25% |" in out
+    assert "| centre 8-bit max | 10% | 40.0 (-60.0*) |" in out
+
+
+def test_a_report_of_other_settings_is_refused(ran: list[str], tmp_path: Path):
+    path = tmp_path / "out.json"
+    given = [*SMALL, "--methods", "dense", "--tasks", "keys", "--json", str(path)]
+    run.run(run.parse([*given, "--count", "10"]))
+    with pytest.raises(UsageError, match=r"was made with count=10, not 20; name another --json file"):
+        run.run(run.parse([*given, "--count", "20"]))
+    path.write_text("{}")
+    with pytest.raises(UsageError, match="is no report of this suite"):
+        run.run(run.parse([*given, "--count", "10"]))
+
+
+def test_difference_needs_a_dense_cell():
+    job = Job("centre", 0.1, 2048)
+    cell = fake_cell(job, "keys", [1.0, 0.0])
+    assert difference_of(cell, {"a": cell}) == {}
+    dense = fake_cell(Job("dense", 1.0, 2048), "keys", [1.0, 1.0])
+    found = difference_of(cell, {"a": cell, "b": dense})["difference"]
+    assert found["score"] == found["right"] == -50
+    assert difference_of(cell, {"a": cell, "b": {**dense, "length": 4096}}) == {}
+    assert "| centre 8-bit max | 10% | 50.0 (-50.0) |" in table({"a": cell, "b": dense}, ["keys"])
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--methods", "best"], "method='best' is not known"),
+        (["--tasks", "poem"], "task='poem' is not generated in bytes"),
+        (["--level", "tokens", "--tasks", "needle"], "task='needle' is not generated in tokens"),
+        (["--tasks", "longbench"], "--tasks longbench needs its files; add --data DIR"),
+        (["--tasks", "none.jsonl"], "none.jsonl is not there"),
+        (["--operator", "mean-max"], "use --index-bits 16"),
+        (["--budgets", "0"], "kv_budget=0.0 is not valid"),
+        (["--count", "0"], "--count 0 is not valid"),
+        (["--tasks", "ruler", "--data", "nowhere"], "--data nowhere is not a folder"),
+    ],
+)
+def test_refusals_come_before_any_model(ran: list[str], given: list[str], message: str):
+    with pytest.raises((UsageError, InvalidOption), match=message):
+        run.run(run.parse(given))
+    assert ran == []
+
+
+def test_names_of_task_groups(tmp_path: Path):
+    ruler = run.settings_of(run.parse(["--tasks", "ruler"]))
+    assert cells.task_names(ruler)[:5] == ["needle", "keys", "values", "queries", "chain"]
+    ruler = run.settings_of(run.parse(["--tasks", "ruler", "--level", "tokens"]))
+    assert len(cells.task_names(ruler)) == 13
+    assert cells.level_of("auto", "tiny") == "bytes" and cells.level_of("auto", "/data/x") == "tokens"
+    (tmp_path / "trec.jsonl").write_text("{}\n")
+    own = run.settings_of(run.parse(["--tasks", "longbench", "--data", str(tmp_path)]))
+    assert cells.task_names(own) == ["trec"]
+
+
+def test_a_failed_process_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Jobs in threads that stand in for processes: one fails, one dies silently, one finishes."""
+
+    class Process:
+        exitcode = -9
+
+        def __init__(self, target: Any, args: tuple, daemon: bool) -> None:
+            self.thread = threading.Thread(target=target, args=args, daemon=daemon)
+            self.start, self.join, self.is_alive = self.thread.start, self.thread.join, self.thread.is_alive
+
+    context = SimpleNamespace(Queue=queue.Queue, Process=Process)
+    monkeypatch.setattr(run.multiprocessing, "get_context", lambda kind: context)
+
+    def work(number: int, job: Job, settings: Any, tasks: list[str], threads: int, arrivals: Any) -> None:
+        if job.method == "centre":
+            arrivals.put((number, None, "centre: out of memory"))
+        elif job.method == "dense":
+            arrivals.put((number, job.key("keys"), fake_cell(job, "keys", [1.0])))
+            arrivals.put((number, None, None))
+
+    monkeypatch.setattr(run, "_work", work)
+    said: list[str] = []
+    monkeypatch.setattr(run, "_say", said.append)
+    jobs = [Job("dense", 1.0, 2048), Job("centre", 0.1, 2048), Job("page_bounds", 0.1, 2048)]
+    report = Report(run.settings_of(run.parse([])), tmp_path / "out.json")
+    failed = run.run_side_by_side([(job, ["keys"]) for job in jobs], report, 1, 2)
+    assert failed == 2
+    assert "centre: out of memory" in said and "a process ended with exit code -9" in said
+    assert list(report.cells) == [jobs[0].key("keys")]
+
+
+def test_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = tmp_path / "out.json"
+    given = [
+        *SMALL,
+        "--count",
+        "2",
+        "--methods",
+        "dense",
+        "lookahead_1",
+        "--tasks",
+        "keys",
+        "--json",
+        str(path),
+    ]
+    assert run.run(run.parse(given)) == 0
+    report = json.loads(path.read_text())
+    dense, sparse = report["cells"].values()
+    assert dense["right"] == 2 and dense["score"] == 1 and dense["low"] > 0.3
+    assert sparse["of"] == 2 and sparse["cost"]["bytes_moved_per_block"] >= 0
+    assert sparse["cost"]["steps_per_block"] >= 1 and dense["cost"]["bytes_moved_per_block"] == 0
+    assert len(sparse["answers"]) == 2 and "difference" in sparse
+    assert "### 2048" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_real_processes_side_by_side(tmp_path: Path):
+    path = tmp_path / "out.json"
+    given = [*SMALL, "--count", "1", "--methods", "dense", "window_sinks", "--tasks", "needle", "--jobs", "2"]
+    assert run.run(run.parse([*given, "--json", str(path)])) == 0
+    assert len(json.loads(path.read_text())["cells"]) == 2

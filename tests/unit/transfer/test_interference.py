@@ -1,0 +1,70 @@
+"""The interference benchmark on the CPU: its sections run, and its shapes fit where they are meant to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench_longctx.transfer import variants
+from bench_longctx.transfer.bench_interference import main
+from bench_longctx.transfer.beside import _bytes_within
+from bench_longctx.transfer.report import table
+from herald.transfer import zero_copy
+from herald.transfer.threads import HostTicket
+
+
+@pytest.mark.parametrize("kib", variants.SHARED_KIB)
+@pytest.mark.parametrize("row_bytes", [256, 512, 1024])
+def test_shapes_use_the_shared_memory_they_are_named_after(kib: int, row_bytes: int) -> None:
+    kernel = variants.bulk(kib, row_bytes)
+    assert 0.7 * (kib << 10) < kernel.shared_bytes(row_bytes) <= kib << 10
+    assert kernel.problem((9, 0), row_bytes, 16) == ""
+
+
+def test_the_default_is_the_shape_that_was_measured() -> None:
+    assert variants.bulk(200, 512) == zero_copy.KERNEL
+
+
+def test_a_difference_lies_in_the_pages_of_its_layers_and_heads() -> None:
+    move = variants.difference_move(
+        np.random.default_rng(0), 1000, layers=3, heads=2, positions=256, arrivals=4, page_size=32
+    )
+    rows = (move.src_rows - 1000).reshape(3, 2, 4)
+    assert len(np.unique(move.src_rows)) == 24 and move.dst_rows.tolist() == list(range(24))
+    for layer in range(3):
+        for head in range(2):
+            page, offset = np.divmod(rows[layer, head], 32)
+            assert (page // 2 // 8 == layer).all() and (page % 2 == head).all()
+            assert (np.diff(page * 32 + offset) > 0).all()
+
+
+def test_bytes_within_a_window() -> None:
+    ticket = HostTicket(100)
+    ticket.finish((2.0, 4.0))
+    assert _bytes_within(ticket, 0.0, 10.0) == 100
+    assert _bytes_within(ticket, 3.0, 10.0) == 50
+    assert _bytes_within(ticket, 3.0, 3.5) == 25
+    assert _bytes_within(ticket, 5.0, 6.0) == 0
+
+
+def test_every_section_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "interference.json"
+    assert main(["--tiny", "--json", str(out)]) == 0
+    results = json.loads(out.read_text())["results"]
+    assert {r["section"] for r in results} == {"pool", "alone", "beside", "partition"}
+    assert not [r for r in results if "error" in r and r["section"] != "partition"]
+    assert "ms of denoising lost per GB" in capsys.readouterr().out
+
+
+def test_a_variant_without_time_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--tiny", "--only", "alone", "--seconds", "0"])
+    assert "left out: no time" in capsys.readouterr().out
+
+
+def test_the_table_begins_with_the_cheapest() -> None:
+    cell = {"section": "beside", "slowdown_percent": 1.0, "gb_per_s": 20.0, "requests": 1}
+    text = table([cell | {"what": "dear", "ms_per_gb": 9.0}, cell | {"what": "cheap", "ms_per_gb": 0.5}])
+    assert text.index("cheap") < text.index("dear")
