@@ -1,9 +1,9 @@
 """Look-ahead retrieval: keeps the host side of every request and brings the rows a block needs.
 
-Two background threads do the CPU work, each in order: one stores and indexes rows that arrive from the
-device, one selects. A selection waits until what its request stored before is indexed, then becomes a
-difference against the request's resident set, and the difference a transfer into its staging rows; the
-engine applies it at a block boundary.
+Three background threads do the CPU work, each in order: one stores and indexes rows that arrive from the
+device, one selects, one brings what was selected. A selection waits until what its request stored before
+is indexed. It becomes a difference against the request's resident set, and the difference a transfer into
+its staging rows, while the next selection scans; the engine applies it at a block boundary.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Retriever:
         self.delay: Callable[[], None] | None = None
         self._worker = BackgroundWorker("herald-select")
         self._storer = BackgroundWorker("herald-store")
+        self._bringer = BackgroundWorker("herald-bring")
         self._indexers = ThreadPoolExecutor(store.num_threads, thread_name_prefix="herald-index")
         self._bounce = BounceBuffers()
         self._worker.submit(self._warm_up)
@@ -84,6 +85,7 @@ class Retriever:
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""
         self._worker.close()
+        self._bringer.close()
         self._storer.close()
         self._indexers.shutdown()
 
@@ -156,22 +158,22 @@ class Retriever:
         else:
             host, ticket = source, None
         positions = self._worker.submit(self._choose, request, host, ticket, request.stored, prefix, block)
-        update = self._worker.submit(self._bring, request, positions, prefix, own_rows_due)
+        update = self._bringer.submit(self._bring, request, positions, prefix, own_rows_due)
         return Selection(prefix, block, positions, update, own_rows_due)
 
     def rebase(self, request: Request, selection: Selection) -> Selection:
         """Compute the difference of a late selection anew, against the set as it is now."""
-        update = self._worker.submit(self._bring, request, selection.positions, selection.prefix, False)
+        update = self._bringer.submit(self._bring, request, selection.positions, selection.prefix, False)
         return Selection(selection.prefix, selection.block, selection.positions, update, False)
 
     def retire(self, request: Request) -> None:
         """Give back a request's pages and rows once nothing on its way can touch them any more."""
-        self._worker.submit(self._release, request)
+        self._bringer.submit(self._release, request)
 
     def drain(self) -> None:
         """Wait for everything submitted so far."""
-        self._storer.submit(lambda: None).result()
-        self._worker.submit(lambda: None).result()
+        for worker in (self._storer, self._worker, self._bringer):
+            worker.submit(lambda: None).result()
 
     def _warm_up(self) -> None:
         """Compile what a selection runs while the first prompt is prefilled, not at its first boundary."""
