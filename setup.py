@@ -166,7 +166,7 @@ setup(
         # CuPy brings the NVRTC binding that compiles the gather kernels and the binding that pins memory.
         "cuda": ["cupy-cuda13x>=13.6; platform_system == 'Linux'"],
         "profile": ["matplotlib>=3.9"],
-        # bench_longctx: real_keys reads a GGUF file, quality scores LongBench's summaries and Chinese answers.
+        # real_keys reads a GGUF file, quality scores LongBench's summaries and Chinese answers.
         "bench": ["gguf>=0.10", "jieba>=0.42", "matplotlib>=3.9", "rouge>=1.0.1"],
         "server": ["fastapi>=0.115", "uvicorn>=0.34", "pydantic>=2.10"],
         "dev": [
