@@ -22,32 +22,34 @@ class StepReport:
         self.device = device
         self._clock = clock
         self._stream = torch.cuda.current_stream(device) if clock is not None else None
-        self._inputs = torch.empty(0, dtype=torch.int64)
-        self._report = torch.empty(0, dtype=torch.int64)
-        self.inputs = self._inputs
-        self._used = self._report
+        # By size: steps of several shapes take turns, and page-locked memory is slow to come by.
+        self._inputs: dict[int, tuple[torch.Tensor, np.ndarray]] = {}
+        self._reports: dict[torch.Size, torch.Tensor] = {}
+        self.inputs = torch.empty(0, dtype=torch.int64)
+        self._report = torch.empty(0, 1, dtype=torch.int64)
+        self._rows = 0
         self._issued = 0.0
         self._start = self._event()
         self._end = self._event()
 
     def begin(self, inputs: np.ndarray) -> None:
         """Take a step's integers (int64) and note when it starts."""
-        if self._inputs.numel() < inputs.size:
-            self._inputs = self._buffer(inputs.size)
-        self.inputs = self._inputs[: inputs.size]
-        self.inputs.numpy()[:] = inputs
+        if inputs.size not in self._inputs:
+            buffer = self._buffer(inputs.size)
+            self._inputs[inputs.size] = buffer, buffer.numpy()
+        self.inputs, array = self._inputs[inputs.size]
+        array[:] = inputs
         self._issued = time.perf_counter()
         self._start = self._record(self._start)
 
     def end(self, report: torch.Tensor | None, rows: int) -> None:
-        """Bring the first ``rows`` of a report [R, B + 1] to the host once the step is done."""
-        self._used = self._report[:0]
+        """Bring a report [R, B + 1], of which the first ``rows`` count, to the host once the step is done."""
+        self._rows = rows if report is not None else 0
         if report is not None and rows:
-            size = rows * report.shape[1]
-            if self._report.numel() < size:
-                self._report = self._buffer(size)
-            self._used = self._report[:size].view(rows, -1)
-            self._used.copy_(report[:rows], non_blocking=True)
+            if report.shape not in self._reports:
+                self._reports[report.shape] = self._buffer(report.numel()).view(report.shape)
+            self._report = self._reports[report.shape]
+            self._report.copy_(report, non_blocking=True)
         self._end = self._record(self._end)
 
     def done(self) -> bool:
@@ -60,7 +62,7 @@ class StepReport:
 
     def read(self) -> list[list[int]]:
         """The report's rows, once the step is done."""
-        rows: list[list[int]] = self._used.tolist()
+        rows: list[list[int]] = self._report[: self._rows].tolist()
         return rows
 
     def span(self) -> tuple[float, float]:
