@@ -36,7 +36,8 @@ class WorkerPool {
     int unfinished_ = 0;
 };
 
-// Two pools, so that packing rows for a transfer never waits for a scan. Call StartPools once, on import.
+// Two pools, so that planning and packing the rows of a transfer never wait for a scan. Call StartPools once,
+// on import.
 // A forked child has none of the threads, so it gets new pools.
 void StartPools();
 WorkerPool& PackingPool();

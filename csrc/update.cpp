@@ -22,7 +22,7 @@ UpdatePlan::UpdatePlan(const UpdateInput& input, int threads)
     slots_ = slots.Get<int32_t>(heads * most_);
     free_ = free.Get<int32_t>(heads * in_.own_rows);
     begins_.assign(heads + 1, 0);
-    SelectionPool().ForEach(threads_, heads, [&](int64_t head) { PlanHead(head); });
+    PackingPool().ForEach(threads_, heads, [&](int64_t head) { PlanHead(head); });
     for (int64_t head = 0; head < heads; ++head) begins_[head + 1] += begins_[head];
 }
 
@@ -81,7 +81,7 @@ void UpdatePlan::PlanHead(int64_t head) {
 
 void UpdatePlan::Write(int64_t* src, int64_t* staging, int64_t* slot, int32_t* counts, int64_t* free,
                        int32_t* positions) const {
-    SelectionPool().ForEach(threads_, in_.layers * in_.heads, [&](int64_t head) {
+    PackingPool().ForEach(threads_, in_.layers * in_.heads, [&](int64_t head) {
         const int64_t begin = begins_[head], count = begins_[head + 1] - begin;
         const int64_t base = head * in_.capacity + in_.row_start;
         const int64_t layer = head / in_.heads, kv_head = head % in_.heads;

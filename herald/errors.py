@@ -62,7 +62,7 @@ class TransferCorrupted(HeraldError):
 
 
 class RetrievalFailed(HeraldError):
-    """Storing, selecting or moving a request's rows failed; its cause is chained."""
+    """Prefilling a request, or storing, selecting or moving its rows failed; the cause is chained."""
 
 
 class RequestAborted(HeraldError):

@@ -66,8 +66,8 @@ class RequestMetrics:
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens over decode time (prefill not counted)."""
-        return self.output_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        """Output tokens over decode time, without prefill; 0 where prefill's own step decoded them all."""
+        return self.output_tokens / self.decode_seconds if self.decode_seconds and self.steps != 1 else 0.0
 
 
 @dataclass(frozen=True)

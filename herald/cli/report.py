@@ -46,7 +46,7 @@ def statistics(metrics: RequestMetrics) -> list[tuple[str, str]]:
         ("output tokens", f"{metrics.output_tokens:,}"),
         ("blocks", f"{metrics.blocks:,}"),
         ("steps per block", f"{metrics.steps_per_block:.2f}"),
-        ("tokens/s", f"{metrics.tokens_per_second:.1f}"),
+        ("tokens/s", f"{metrics.tokens_per_second:.1f}" if metrics.tokens_per_second else "-"),
         ("prefill", format_seconds(metrics.prefill_seconds)),
         ("decode", format_seconds(metrics.decode_seconds)),
         ("host KV", format_bytes(metrics.host_kv_bytes)),

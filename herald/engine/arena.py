@@ -28,6 +28,7 @@ class DeviceArena:
 
     Attributes:
         rows: [layers, kv_heads, A, 2 * head_dim].
+        replaced: how often `resize` put other rows in their place, also ones of the same shape.
 
     Raises:
         ResidentSetTooSmall: the device has no room for the arena.
@@ -44,6 +45,7 @@ class DeviceArena:
         poison: bool = False,
     ) -> None:
         self.poison = poison
+        self.replaced = 0
         self._lock = threading.Lock()
         self._make_rows((num_layers, num_kv_heads, 0, 2 * head_dim), dtype, device)
         self.resize(capacity)
@@ -58,6 +60,7 @@ class DeviceArena:
         """
         if not self.idle:
             raise ValueError("the arena cannot change its size while a request owns rows")
+        self.replaced += 1
         (layers, heads, _, width), dtype, device = self.rows.shape, self.rows.dtype, self.rows.device
         self._make_rows((layers, heads, 0, width), dtype, device)  # frees the old rows first
         shape = (layers, heads, capacity, width)

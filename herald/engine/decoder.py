@@ -16,7 +16,7 @@ import torch
 from herald.decode import draw
 from herald.engine.blocks import BlockTable
 from herald.engine.lanes import StepInputs, StepPlan, StepShape
-from herald.engine.planner import Part, StepPlanner, count_down
+from herald.engine.planner import Part, StepPlanner, count_down, retrieval_error
 from herald.engine.program import StepProgram
 from herald.engine.reports import ReportPool, StepReport
 from herald.engine.request import Request
@@ -122,7 +122,8 @@ class Decoder:
     def launch(self, requests: list[Request], batch: int) -> None:
         """One step of every request, all of one block length, each at its own step.
 
-        A request whose rows cannot be brought gets its `error` and takes no part.
+        A request whose rows cannot be brought gets its `error` and takes no part; one whose rows or queries
+        cannot be kept gets it too.
 
         Args:
             batch: requests of that block length that decode, those among them that wait for rows.
@@ -243,23 +244,27 @@ class Decoder:
         """Final KV goes to its slots and to the host pool, captured queries to the selector."""
         final = capture = 0
         for part in parts:
-            request = part.request
-            if part.final:
-                assert program.final_rows is not None and request.resident is not None
-                rows = _copy(program.final_rows[:, final])
-                final += 1
-                request.resident.append_block(rows, part.free_rows, request.prefix)
-                if self.planner.retriever is not None:
-                    self.planner.retriever.store_block(request, rows, request.prefix)
-            if part.captures >= 0:
-                assert program.queries is not None and program.lse is not None
-                assert self.planner.retriever is not None
-                queries, lse = _copy(program.queries[:, capture]), _copy(program.lse[:, capture])
-                capture += 1
-                request.selection = self.planner.retriever.select(
-                    request, queries, lse, part.captures, part.own_rows_due
-                )
-                request.counters.lookaheads += part.step >= 0 and part.own_rows_due
+            try:
+                self._keep_part(program, part, final, capture)
+            except Exception as error:
+                part.request.error = retrieval_error(part.request, error)
+            final += part.final
+            capture += part.captures >= 0
+
+    def _keep_part(self, program: StepProgram, part: Part, final: int, capture: int) -> None:
+        """As `_keep`. ``final``, ``capture``: the request's place among the rows and the queries kept."""
+        request, retriever = part.request, self.planner.retriever
+        if part.final:
+            assert program.final_rows is not None and request.resident is not None
+            rows = _copy(program.final_rows[:, final])
+            request.resident.append_block(rows, part.free_rows, request.prefix)
+            if retriever is not None:
+                retriever.store_block(request, rows, request.prefix)
+        if part.captures >= 0:
+            assert program.queries is not None and program.lse is not None and retriever is not None
+            queries, lse = _copy(program.queries[:, capture]), _copy(program.lse[:, capture])
+            request.selection = retriever.select(request, queries, lse, part.captures, part.own_rows_due)
+            request.counters.lookaheads += part.step >= 0 and part.own_rows_due
 
 
 def _copy(rows: torch.Tensor) -> torch.Tensor:

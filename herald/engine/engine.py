@@ -17,6 +17,7 @@ from herald.decode import StopChecker, request_generator
 from herald.engine.blocks import to_device
 from herald.engine.decoder import MAX_UNDER_WAY, Decoder
 from herald.engine.memory import EngineMemory, HostStore
+from herald.engine.planner import retrieval_error
 from herald.engine.prefill import PrefillTask, first_block, scores_by
 from herald.engine.request import Phase, Request
 from herald.engine.resident import ResidentSet
@@ -150,6 +151,7 @@ class Engine:
             batch = self.decoder.launchable(group)
             if batch:
                 self.decoder.launch(batch, len(group))
+                self.scheduler.had_turn(batch[0].block_length)
                 launched = True
                 news += self._end_failed(batch)
         if len(self.decoder.under_way) >= MAX_UNDER_WAY or not launched:
@@ -216,7 +218,11 @@ class Engine:
                 failed.append(request)
                 continue
             self.scheduler.admitted(request)
-            self._start_prefill(request)
+            try:
+                self._start_prefill(request)
+            except Exception as error:  # no room on the device, say
+                request.error = retrieval_error(request, error)
+                failed += self._end_failed([request])
         return failed
 
     def _take_memory(self, request: Request) -> bool:
@@ -247,7 +253,7 @@ class Engine:
 
     def _grow(self) -> None:
         """Size arena and pool for as many waiting requests as may run at once, at least for the first."""
-        capacity = self.memory.arena.capacity
+        replaced = self.memory.arena.replaced
         waiting = itertools.islice(self.scheduler.waiting, self.config.max_num_seqs)
         needs = [self._required_memory(request) for request in waiting]
         try:
@@ -255,7 +261,7 @@ class Engine:
         except (HostPoolTooSmall, ResidentSetTooSmall):
             self.memory.ensure(*needs[0])
         finally:
-            if self.memory.arena.capacity != capacity:
+            if self.memory.arena.replaced != replaced:
                 self.runner.forget_programs()  # they read the rows that were replaced
             self._connect()
 
@@ -314,8 +320,12 @@ class Engine:
         total = len(request.prompt_ids) * self.model.config.num_layers
         request.prefill_started = request.prefill_started or time.perf_counter()
         while not task.done and (units is None or units > 0) and not request.abort_requested:
-            with self.trace.device_span("prefill", request.request_id):
-                task.run_unit()
+            try:
+                with self.trace.device_span("prefill", request.request_id):
+                    task.run_unit()
+            except Exception as error:  # half a unit ran: it cannot be run again
+                request.error = retrieval_error(request, error)
+                return self._end_failed([request])
             units = None if units is None else units - 1
             if progress is not None:
                 progress(Progress(request.request_id, "prefill", task.progress, total))
@@ -381,7 +391,7 @@ class Engine:
         return news
 
     def _end_failed(self, requests: list[Request]) -> list[Request]:
-        """End requests whose rows could not be brought."""
+        """End requests whose rows could not be made, kept or brought."""
         failed = [request for request in requests if request.error is not None]
         for request in failed:
             self._finish(request, "abort")

@@ -60,10 +60,8 @@ class StepPlanner:
         for request in requests:
             try:
                 part = self._plan_request(request, table, plan, looks_left > 0)
-            except HeraldError as error:
-                request.error = error
             except Exception as error:
-                request.error = _failed(request, error)
+                request.error = retrieval_error(request, error)
             else:
                 looks_left -= part.captures >= 0
                 parts.append(part)
@@ -183,7 +181,7 @@ class StepPlanner:
         """Whether a refresh is due in the next step."""
         assert request.resident is not None
         config, selection = request.resident.config, request.selection
-        due = config.refresh_step and request.step == config.refresh_step + config.refresh_lag
+        due = config.refresh_step and request.step >= config.refresh_step + config.refresh_lag
         return bool(due) and selection is not None and selection.block == request.block
 
     def _apply_late(self, request: Request) -> None:
@@ -265,9 +263,15 @@ def count_down(request: Request) -> None:
         request.left -= min(request.step_quota, request.left)
 
 
-def _failed(request: Request, error: Exception) -> RetrievalFailed:
+def retrieval_error(request: Request, error: Exception) -> HeraldError:
+    """The error of a request whose rows could not be made, kept or brought: ``error``, or a typed one."""
+    if isinstance(error, HeraldError):
+        return error
+    what = f"no rows could be brought for block {request.block + 1}"
+    if request.phase is Phase.PREFILL:
+        what = "its prompt could not be prefilled"
     failed = RetrievalFailed(
-        f"request {request.request_id}: no rows could be brought for block {request.block + 1} ({error})",
+        f"request {request.request_id}: {what} ({error})",
         "see the chained error; run with verify_transfers=True to find a damaged row",
     )
     failed.__cause__ = error

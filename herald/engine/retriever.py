@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -54,7 +55,10 @@ class Selection:
         if self.update.exception() is not None:
             return True
         ticket = self.update.result().ticket
-        return ticket is None or ticket.failed or ticket.done()
+        try:
+            return ticket is None or ticket.done()
+        except Exception:  # who applies the update meets the error
+            return True
 
 
 class Retriever:
@@ -191,8 +195,9 @@ class Retriever:
             for selection in selections:
                 if selection is not None and selection.update.exception() is None:
                     ticket = selection.update.result().ticket
-                    if ticket is not None and not ticket.failed:
-                        ticket.wait_host()
+                    if ticket is not None:
+                        with suppress(Exception):  # the request is over: nobody is left to tell
+                            ticket.wait_host()
         finally:
             if request.stored is not None:
                 request.stored.exception()

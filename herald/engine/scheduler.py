@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
 from herald.config import EngineConfig
@@ -19,6 +20,8 @@ class Scheduler:
         self.config = config
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._turns: dict[int, int] = {}
+        self._count = itertools.count(1)
 
     @property
     def has_work(self) -> bool:
@@ -47,12 +50,16 @@ class Scheduler:
         return self.config.prefill_units_per_step if decoding else None
 
     def decoding(self) -> list[list[Request]]:
-        """Requests that decode, one list per block length."""
+        """Requests that decode, one list per block length, the longest without a turn first."""
         groups: dict[int, list[Request]] = {}
         for request in self.running:
             if request.phase is Phase.DECODE:
                 groups.setdefault(request.block_length, []).append(request)
-        return list(groups.values())
+        return sorted(groups.values(), key=lambda group: self._turns.get(group[0].block_length, 0))
+
+    def had_turn(self, block_length: int) -> None:
+        """A step of the requests of that block length was launched."""
+        self._turns[block_length] = next(self._count)
 
     def remove(self, request: Request) -> None:
         """Forget a request that finished, failed or was aborted."""

@@ -63,10 +63,12 @@ class Selector:
         if backend == "auto" and self._native is not None and self._native.scan_isa() == "scalar":
             scanned_by_numba = scanned_by_numba or "the extension has no vector instructions of this CPU"
         self._executor: ThreadPoolExecutor | None = None
+        self._planners: ThreadPoolExecutor | None = None  # their own, so that a plan does not wait for a scan
         self._numba: NumbaScan | None = None
         if self._native is None or scanned_by_numba:
             if self.num_threads > 1:
                 self._executor = ThreadPoolExecutor(self.num_threads, thread_name_prefix="herald-select")
+                self._planners = ThreadPoolExecutor(self.num_threads, thread_name_prefix="herald-plan")
             self._numba = NumbaScan(pool, index, operator, self._executor, self.num_threads, isa)
             self.backend, self.isa = "numba", self._numba.isa
             self.reason = scanned_by_numba or ("" if backend == "numba" else find_native().reason)
@@ -175,7 +177,7 @@ class Selector:
         )
         if self._native is not None:
             return plan_with_native(self._native, request, self.pool, self.num_threads)
-        return plan_with_numba(request, self.pool, self._executor, self.num_threads)
+        return plan_with_numba(request, self.pool, self._planners, self.num_threads)
 
     def bytes_scanned(self, first: int, last: int, k: int) -> int:
         """Bytes of the index (with 16 bits: of the keys) that a `select` of this span reads."""
@@ -187,8 +189,9 @@ class Selector:
 
     def close(self) -> None:
         """End the threads. Closing twice is allowed."""
-        if self._executor is not None:
-            self._executor.shutdown()
+        for threads in (self._executor, self._planners):
+            if threads is not None:
+                threads.shutdown()
 
     def _check(
         self, pages: np.ndarray, first: int, last: int, k: int, queries: np.ndarray, lse: np.ndarray

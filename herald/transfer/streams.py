@@ -25,18 +25,13 @@ class HostEvent:
     def synchronize(self) -> None:
         return None
 
-    def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds from this event to ``end``."""
-        return (end.time - self.time) * 1e3
-
 
 class DeviceStreams:
-    """The streams of a device: ``compute``, current when this is made, ``copy`` and ``back``.
+    """The streams of a device that copy: ``copy`` and ``back``.
 
     ``copy`` takes rows to the device, with high priority: its few blocks get the next free SM instead of
     waiting behind the compute stream's grids. ``back`` takes rows to the host, by the copy engine, so
-    that neither direction queues behind the other. On the CPU all are None and every method returns at
-    once.
+    that neither direction queues behind the other. On the CPU both are None, and `on` does nothing.
 
     Args:
         device: the device.
@@ -45,13 +40,11 @@ class DeviceStreams:
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self.is_cuda = self.device.type == "cuda"
-        self.compute: Any = None
         self.copy: Any = None
         self.back: Any = None
         if self.is_cuda:
             if self.device.index is None:
                 self.device = torch.device("cuda", torch.cuda.current_device())
-            self.compute = torch.cuda.current_stream(self.device)
             self.copy = torch.cuda.Stream(self.device, priority=-1)
             self.back = torch.cuda.Stream(self.device)
 
@@ -63,28 +56,6 @@ class DeviceStreams:
             return
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
-
-    def record_event(self, timed: bool = False) -> Any:
-        """An event after the work issued so far on the calling thread's current stream.
-
-        Returns:
-            A torch.cuda.Event; on the CPU None, or a `HostEvent` if ``timed``.
-        """
-        if not self.is_cuda:
-            return HostEvent() if timed else None
-        event = torch.cuda.Event(enable_timing=timed)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def wait_event(self, event: Any) -> None:
-        """Make later work on the calling thread's current stream wait for ``event`` (None: nothing)."""
-        if self.is_cuda and event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
-
-    def synchronize(self) -> None:
-        """Block until the device has finished everything."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.device)
 
 
 class DeviceClock:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from herald.engine.arena import DeviceArena
-from herald.errors import ResidentSetTooSmall
+from herald.errors import ResidentSetTooSmall, RetrievalFailed
 from herald.sampling_params import SamplingParams
 from tests.engine.conftest import DENSE, MakeEngine
+from tests.engine.support import run, tokens
 
 CPU = torch.device("cpu")
 
@@ -92,3 +95,50 @@ def test_a_request_without_room_fails_alone(make_engine: MakeEngine, monkeypatch
         engine.step()
     assert isinstance(big.error, ResidentSetTooSmall)
     assert small.error is None and len(small.output_ids) == 8
+
+
+def test_programs_do_not_outlive_the_rows_they_read(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the arena comes back as large as it was, because there was no room for two requests."""
+    engine = make_engine("sdar_b8", DENSE)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    (expected,) = tokens(run(engine, [[1] * 90], params))
+    capacity, programs = engine.memory.arena.capacity, list(engine.runner.programs)
+    make_rows = DeviceArena._make_rows
+
+    def with_limit(self: DeviceArena, shape: tuple[int, int, int, int], *kind: Any) -> None:
+        if shape[2] > capacity:
+            raise RuntimeError("no room")
+        make_rows(self, shape, *kind)
+
+    monkeypatch.setattr(DeviceArena, "_make_rows", with_limit)
+    assert tokens(run(engine, [[1] * 90] * 2, params)) == [expected] * 2
+    assert engine.memory.arena.capacity == capacity
+    assert programs and not set(programs) & set(engine.runner.programs)
+
+
+@pytest.mark.parametrize("name", ["embed", "finish_layer"])
+def test_no_room_for_a_prefill_ends_its_request_only(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whether its memory is missing at its begin or in the middle."""
+    engine = make_engine("sdar_b8", DENSE)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    (expected,) = tokens(run(engine, [[1] * 90], params))
+    calls: list[Any] = []
+    real = getattr(engine.model, name)
+
+    def limited(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return real(*args)
+
+    monkeypatch.setattr(engine.model, name, limited)
+    first, second = (engine.add_request([1] * 90, params) for _ in range(2))
+    while engine.has_work:
+        engine.step()
+    assert isinstance(first.error, RetrievalFailed)
+    assert "prefilled" in str(first.error)
+    assert list(second.output_ids) == expected and engine.memory.arena.idle

@@ -110,3 +110,29 @@ def test_a_request_that_selects_leaves_the_others_running(make_engine: MakeEngin
             progressed += second.counters.steps - before
     assert progressed >= 3
     assert first.counters.exposed_seconds > 0.1
+
+
+def test_block_lengths_take_turns(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that can always run ahead leave those of another block length their steps."""
+    Lag(monkeypatch, 50)
+    engine = make_engine("sdar_b8", SPARSE)
+    requests = [
+        engine.add_request(
+            random_prompt(20, block),
+            SamplingParams(
+                max_tokens=120,
+                ignore_eos=True,
+                confidence_threshold=None,
+                denoising_steps=4,
+                block_length=block,
+            ),
+        )
+        for block in (4, 8, 16)
+    ]
+    while not all(r.phase is Phase.DECODE for r in requests):
+        engine.step()
+    before = [r.counters.forwards for r in requests]
+    while all(r.phase is not Phase.FINISHED for r in requests) and requests[0].counters.blocks < 12:
+        engine.step()
+    done = [r.counters.forwards - b for r, b in zip(requests, before, strict=True)]
+    assert min(done) > max(done) // 2

@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
 from herald.config import OffloadConfig
 from herald.engine.engine import Engine
-from herald.engine.request import Phase
-from herald.engine.resident import ResidentSet, set_size, staging_rows
+from herald.engine.request import Phase, Request
+from herald.engine.resident import ResidentSet, SetUpdate, set_size, staging_rows
+from herald.engine.retriever import Selection
 from herald.errors import (
     HostPoolTooSmall,
     InvalidOption,
@@ -439,3 +441,111 @@ def test_index_covers_every_layer_of_a_prompt(make_engine: MakeEngine) -> None:
 
     run(engine, [random_prompt(300, 5)], SamplingParams(max_tokens=10, ignore_eos=True), compare)
     assert checked and checked[0] == 4
+
+
+def test_refresh_of_the_only_block(make_engine: MakeEngine) -> None:
+    """A request that ends in its first block may refresh it: the staging rows are there."""
+    offload = OffloadConfig(kv_budget=0.2, refresh_step=1, refresh_lag=1, **SMALL)
+    engine = make_engine("sdar_b8", offload)
+    params = SamplingParams(max_tokens=8, ignore_eos=True, confidence_threshold=None, denoising_steps=4)
+    (request,) = run(engine, [random_prompt(160, 3)], params)
+    assert request.selected_block == request.block
+    assert not leaks(engine)
+
+
+def test_late_selections_land_between_refreshes(make_engine: MakeEngine) -> None:
+    """With ``"proceed"`` and a refresh, a selection that missed its block's begin is still applied in it."""
+    offload = OffloadConfig(kv_budget=0.2, on_late="proceed", refresh_step=1, refresh_lag=1, **SMALL)
+    engine = make_engine("sdar_b8", offload)
+    engine.on_retriever = lambda retriever, store: setattr(retriever, "delay", lambda: time.sleep(0.03))
+    applied: set[int] = set()
+
+    def watch(live: list[Request]) -> None:
+        applied.update(r.selected_block for r in live)
+
+    params = SamplingParams(max_tokens=64, ignore_eos=True, confidence_threshold=None, denoising_steps=8)
+    (request,) = run(engine, [random_prompt(160, 3)], params, watch)
+    assert request.counters.late_selections > 0
+    assert len(applied - {-1}) >= request.counters.blocks - 1
+
+
+@pytest.mark.parametrize("kind", ["submit", "write_back"])
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 5, 8])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "in its thread"])
+def test_any_error_of_a_transfer_ends_its_request_only(
+    make_engine: MakeEngine, kind: str, at: int, late: bool
+) -> None:
+    """Whatever fails, and whenever: nothing leaves `step`, nothing is kept, the engine goes on and closes."""
+    engine = make_engine("sdar_b8", SPARSE, max_num_seqs=2)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, confidence_threshold=None, denoising_steps=3)
+    prompts = [random_prompt(170, 2), random_prompt(300, 5)]
+    expected = tokens(run(engine, prompts, params))
+    assert engine.memory.store is not None
+    transfer = engine.memory.store.transfer
+    real, calls = getattr(transfer, kind), []
+
+    def broken(*args, **options):
+        calls.append(args)
+        breaks = len(calls) == at + 1
+        if breaks and not late:
+            raise OSError("the bus is gone")
+        ticket = real(*args, **options)
+        if breaks:
+            ticket.wait_host()
+            ticket._ended.clear()
+            threading.Timer(0.002, ticket.fail, [OSError("the bus is gone")]).start()
+        return ticket
+
+    setattr(transfer, kind, broken)
+    requests = [engine.add_request(p, params) for p in prompts]
+    while engine.has_work:
+        engine.step()
+    for request, wanted in zip(requests, expected, strict=True):
+        assert list(request.output_ids) == wanted or isinstance(request.error, RetrievalFailed)
+    assert sum(r.error is not None for r in requests) <= 1
+    setattr(transfer, kind, real)
+    assert tokens(run(engine, prompts, params)) == expected
+    assert not leaks(engine)
+    run(engine, [random_prompt(1200, 1)], params)  # the pool is made anew: no old error comes out
+    engine.close()
+
+
+def test_an_error_nobody_asked_for_ends_with_its_request(make_engine: MakeEngine) -> None:
+    """A transfer that failed for an aborted request is no later request's error, nor that of `close`."""
+    engine = make_engine("sdar_b8", SPARSE)
+    fails = threading.Event()
+
+    def hold(retriever, store) -> None:
+        def broken() -> None:
+            if threading.current_thread().name == "herald-transfer":
+                fails.wait(10)
+                raise OSError("the bus is gone")
+
+        store.transfer.delay = broken
+
+    engine.on_retriever = hold
+    request = engine.add_request(random_prompt(300, 5), PARAMS)
+    while request.selection is None or not request.selection.update.done():
+        engine.step()
+    ticket = request.selection.update.result().ticket
+    fails.set()
+    while ticket is not None and not ticket.failed:
+        time.sleep(0.001)
+    engine.abort(request.request_id)
+    engine.step()
+    assert ticket is not None and not leaks(engine)
+    engine.close()
+
+
+def test_a_transfer_that_fails_while_it_is_asked_is_ready() -> None:
+    """Asking never raises: the error belongs to the request, which meets it when the rows are applied."""
+
+    class Failing:
+        failed = False
+
+        def done(self) -> bool:
+            raise OSError("the bus is gone")
+
+    update: Future = Future()
+    update.set_result(SetUpdate(0, None, Failing()))  # type: ignore[arg-type]
+    assert Selection(16, 2, Future(), update, own_rows_due=True).ready

@@ -46,7 +46,13 @@ def test_exposed_share() -> None:
 
 
 def test_statistics_of_nothing_do_not_divide_by_zero() -> None:
-    assert dict(statistics(RequestMetrics()))["tokens/s"] == "0.0"
+    assert dict(statistics(RequestMetrics()))["tokens/s"] == "-"
+
+
+def test_no_rate_for_what_prefill_decoded() -> None:
+    """One step, which prefill ran: the time after it is no decoding."""
+    answered = RequestMetrics(blocks=1, steps=1, output_tokens=8, decode_seconds=2e-4)
+    assert answered.tokens_per_second == 0.0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -174,3 +176,17 @@ def test_refusals_name_what_works(backend: str, change: dict, error: type[Except
         False,
         SlotGeometry(9, 0, 6, 9),
     )
+
+
+def test_a_plan_does_not_wait_for_a_scan() -> None:
+    """The rows of one request are planned while every thread of the selection scans for another."""
+    pool = HostPool(RowLayout(LAYERS, HEADS, 8, PAGE, torch.float32), PAGES + 2, pin=False)
+    with closing(Selector(pool, KeyIndex(pool, 8), num_threads=2, backend="numba")) as made:
+        assert made._executor is not None
+        scan_ends = threading.Event()
+        scans = [made._executor.submit(scan_ends.wait, 30) for _ in range(2)]
+        held = np.full((LAYERS, HEADS, 3), -1, dtype=np.int32)
+        nothing, pages = np.zeros((LAYERS, HEADS, 0), dtype=np.int32), np.zeros(1, dtype=np.int32)
+        made.plan_update(held, 0, nothing, 0, 0, 0, pages, 0, False, SlotGeometry(3, 0, 3, 0))
+        assert not any(scan.done() for scan in scans)
+        scan_ends.set()
