@@ -49,8 +49,8 @@ class HostStore:
         self.streams = streams
         self.config = config
         self.num_threads = config.num_threads or usable_cores()
-        self.pool = HostPool(layout, num_pages, pin)
-        self.index = KeyIndex(self.pool, config.index_bits)
+        self.pool = HostPool(layout, num_pages, pin, self.num_threads)
+        self.index = KeyIndex(self.pool, config.index_bits, self.num_threads)
         self.selector = Selector(self.pool, self.index, config.score_operator, self.num_threads)
         self._transfer: Transfer | None = None
         self.transfer_why = ""
