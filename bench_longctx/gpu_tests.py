@@ -2,7 +2,7 @@
 
     python -m bench_longctx.gpu_tests --json bench_longctx/results/gpu_tests.json [--jobs 8] [pytest paths]
 
-Tests of kernels are spread over ``--jobs`` processes; those that time copies run alone afterwards.
+They are spread over ``--jobs`` processes; those that time copies run alone afterwards.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from xml.etree import ElementTree
 
 from bench_longctx import machine
 
-SERIAL = ["tests/gpu", "tests/unit"]
-PARALLEL = ["tests/kernels"]
+TIMED = "tests/gpu/test_transfer_gpu.py"
+PARALLEL = ["tests/kernels", "tests/unit", "tests/gpu", f"--ignore={TIMED}"]
+SERIAL = [TIMED]
 
 
 def run_pytest(paths: list[str], jobs: int) -> dict[str, Any]:
