@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -25,7 +26,7 @@ namespace {
 using namespace herald;
 
 // What the functions below take and give; herald/kvstore/native.py refuses an extension with another number.
-constexpr int kInterface = 3;
+constexpr int kInterface = 4;
 
 template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
@@ -102,11 +103,11 @@ KeyIndexView View(const Array<uint8_t>& codes, const Array<float>& row_scales,
     return view;
 }
 
-Array<int32_t> BindSelect(const Array<uint8_t>& codes, const Array<float>& row_scales,
-                          const Array<int8_t>& mean_codes, const Array<float>& page_scales,
-                          const Array<float>& signs, int bits, const Array<int32_t>& page_ids, int64_t first,
-                          int64_t last, int64_t k, const py::array& queries, const Array<float>& lse,
-                          float scale, int threads, const std::string& isa) {
+// A selection over arrays that outlive it; `k` and `out` are left to the caller.
+Selection SelectionOf(const Array<uint8_t>& codes, const Array<float>& row_scales,
+                      const Array<int8_t>& mean_codes, const Array<float>& page_scales,
+                      const Array<float>& signs, int bits, const py::array& queries, const Array<float>& lse,
+                      float scale) {
     Selection s = {};
     s.queries = Values(queries, false, s.kind);
     Require(queries.ndim() == 4 && lse.ndim() == 3, "queries and lse must have 4 and 3 dimensions");
@@ -115,25 +116,65 @@ Array<int32_t> BindSelect(const Array<uint8_t>& codes, const Array<float>& row_s
     Require(queries.shape(0) == s.index.layers && queries.shape(1) >= 1 && queries.shape(2) >= 1 &&
                 queries.shape(2) % s.index.heads == 0,
             "queries do not fit the index");
-    Require(0 <= first && first < last && 1 <= k && k <= last - first, "first, last and k do not fit");
     Require(queries.shape(1) * queries.shape(2) / s.index.heads <= (1 << 20), "too many queries");
-    CheckPages(page_ids, last, s.index.page_size, s.index.pages);
-    s.page_ids = page_ids.data();
-    s.first = first;
-    s.last = last;
-    s.k = k;
     s.lse = lse.data();
     s.positions = queries.shape(1);
     s.query_heads = queries.shape(2);
     s.scale = scale;
-    Array<int32_t> out({s.index.layers, s.index.heads, k});
+    return s;
+}
+
+void BindSelect(const Array<uint8_t>& codes, const Array<float>& row_scales, const Array<int8_t>& mean_codes,
+                const Array<float>& page_scales, const Array<float>& signs, int bits,
+                const Array<int32_t>& page_ids, int64_t first, int64_t last, const py::array& queries,
+                const Array<float>& lse, float scale, Array<int32_t> out, int threads, const std::string& isa,
+                Claims* claims) {
+    Selection s = SelectionOf(codes, row_scales, mean_codes, page_scales, signs, bits, queries, lse, scale);
+    Require(out.ndim() == 3 && out.shape(0) == s.index.layers && out.shape(1) == s.index.heads,
+            "out must be [L, H, k]");
+    s.k = out.shape(2);
+    Require(0 <= first && first < last && 1 <= s.k && s.k <= last - first, "first, last and k do not fit");
+    Require(threads >= 1, "threads must be at least 1");
+    CheckPages(page_ids, last, s.index.page_size, s.index.pages);
+    s.page_ids = page_ids.data();
+    s.first = first;
+    s.last = last;
     s.out = out.mutable_data();
     const ScanKernels kernels = FindScanIsa(isa).kernels;
-    {
-        py::gil_scoped_release without_gil;
-        Select(s, kernels, threads);
-    }
-    return out;
+    py::gil_scoped_release without_gil;
+    Select(s, kernels, threads, claims);
+}
+
+void BindPrepareLayer(const Array<uint8_t>& codes, const Array<float>& row_scales,
+                      const Array<int8_t>& mean_codes, const Array<float>& page_scales,
+                      const Array<float>& signs, int bits, const py::array& queries, const Array<float>& lse,
+                      float scale, int64_t layer, Array<int8_t> query_codes, Array<float> lead,
+                      Array<float> reach, const std::string& isa) {
+    const Selection s =
+        SelectionOf(codes, row_scales, mean_codes, page_scales, signs, bits, queries, lse, scale);
+    const int64_t heads = s.index.heads, width = QueryWidth(s);
+    Require(0 <= layer && layer < s.index.layers, "no such layer");
+    Require(query_codes.size() == heads * width * s.index.n && lead.size() == heads * width &&
+                reach.size() == heads,
+            "query_codes, lead and reach must be [H, width, n], [H, width] and [H]");
+    const LayerQueries target = {query_codes.mutable_data(), lead.mutable_data(), reach.mutable_data()};
+    const ScanKernels kernels = FindScanIsa(isa).kernels;
+    py::gil_scoped_release without_gil;
+    PrepareLayer(s, kernels, layer, target);
+}
+
+void BindTopK(const Array<int32_t>& keys, int64_t begin, int64_t count, int64_t first, Array<int32_t> out,
+              int64_t layer, const std::string& isa) {
+    Require(keys.ndim() == 2 && out.ndim() == 3 && out.shape(1) == keys.shape(0),
+            "keys and out must be [H, n] and [L, H, k]");
+    Require(0 <= layer && layer < out.shape(0), "no such layer");
+    const int64_t heads = keys.shape(0), stride = keys.shape(1), k = out.shape(2);
+    Require(0 <= begin && 1 <= k && k <= count && begin + count <= stride, "begin, count and k do not fit");
+    const int32_t* from = keys.data();
+    int32_t* to = out.mutable_data() + layer * heads * k;
+    const ScanKernels kernels = FindScanIsa(isa).kernels;
+    py::gil_scoped_release without_gil;
+    TopKOfLayer(kernels, from, heads, stride, begin, count, k, first, to);
 }
 
 void BindEncode(const py::array& rows, bool half, Array<uint8_t> codes, Array<float> row_scales,
@@ -235,14 +276,37 @@ PYBIND11_MODULE(_native, m) {
           "Runs on `threads` threads without the interpreter's lock. isa: 'auto' or a forced\n"
           "'avx512', 'avx2', 'scalar'. Raises ValueError on mismatched arrays or an instruction set\n"
           "that this CPU lacks, IndexError on an id outside src.");
-    m.def("select", &BindSelect, py::arg("codes").noconvert(), py::arg("row_scales").noconvert(),
+    m.def(
+        "select", &BindSelect, py::arg("codes").noconvert(), py::arg("row_scales").noconvert(),
+        py::arg("mean_codes").noconvert(), py::arg("page_scales").noconvert(), py::arg("signs").noconvert(),
+        py::arg("bits"), py::arg("page_ids").noconvert(), py::arg("first"), py::arg("last"),
+        py::arg("queries"), py::arg("lse").noconvert(), py::arg("scale"), py::arg("out").noconvert(),
+        py::arg("threads") = 1, py::arg("isa") = "auto", py::arg("claims") = nullptr,
+        "out[l, h] = the k best positions of [first, last), ascending, for int32 out [L, H, k].\n\n"
+        "Arrays as KeyIndex and Selector.select have them; queries float32, or uint16 for bfloat16.\n"
+        "isa: 'auto' or one of scan_isas(). claims: Claims over L * H tasks that somebody else takes from,\n"
+        "too; None does all.");
+    py::class_<Claims>(m, "Claims",
+                       "The tasks 0 .. count - 1 of a selection, taken from both ends. Thread-safe.")
+        .def(py::init([](int64_t count) {
+                 Require(0 <= count && count <= INT32_MAX, "count must be 0 to 2 ** 31 - 1");
+                 return std::make_unique<Claims>(count);
+             }),
+             py::arg("count"))
+        .def("front", &Claims::Front, "The first task that is left, now the caller's; -1 for none.")
+        .def("back", &Claims::Back, py::arg("count"), py::arg("leave"),
+             "The first of the last `count` tasks, now the caller's; -1 unless `leave` more are left.");
+    m.def("prepare_layer", &BindPrepareLayer, py::arg("codes").noconvert(), py::arg("row_scales").noconvert(),
           py::arg("mean_codes").noconvert(), py::arg("page_scales").noconvert(), py::arg("signs").noconvert(),
-          py::arg("bits"), py::arg("page_ids").noconvert(), py::arg("first"), py::arg("last"), py::arg("k"),
-          py::arg("queries"), py::arg("lse").noconvert(), py::arg("scale"), py::arg("threads") = 1,
+          py::arg("bits"), py::arg("queries"), py::arg("lse").noconvert(), py::arg("scale"), py::arg("layer"),
+          py::arg("query_codes").noconvert(), py::arg("lead").noconvert(), py::arg("reach").noconvert(),
           py::arg("isa") = "auto",
-          "The k best positions of [first, last) for every (layer, head): int32 [L, H, k], ascending.\n\n"
-          "Arrays as KeyIndex and Selector.select have them; queries float32, or uint16 for bfloat16.\n"
-          "isa: 'auto' or one of scan_isas().");
+          "Query codes int8 [H, width, n], lead float32 [H, width] and reach float32 [H] of a layer, for a\n"
+          "scan that runs elsewhere; width is positions * grouped heads, rounded up to 16.");
+    m.def("top_k", &BindTopK, py::arg("keys").noconvert(), py::arg("begin"), py::arg("count"),
+          py::arg("first"), py::arg("out").noconvert(), py::arg("layer"), py::arg("isa") = "auto",
+          "out[layer, h] = the positions of the k largest of keys[h, begin : begin + count], the first of\n"
+          "which stands for position `first`; ascending, of equal keys the lower.");
     m.def("scan_isas", &ScanIsaReasons,
           "Instruction sets of select, best first, each with the reason why this CPU cannot run it, or ''.");
     m.def(

@@ -9,6 +9,39 @@
 namespace herald {
 namespace {
 
+int64_t Width(const Selection& s) {
+    const int64_t count = s.positions * (s.query_heads / s.index.heads);
+    return (count + kLanes - 1) / kLanes * kLanes;
+}
+
+// The queries of a (layer, head), in buffers of `work`.
+Queries LoadQueries(const Selection& s, const ScanKernels& kernels, int64_t layer, int64_t head,
+                    Workspace& work) {
+    const int64_t group = s.query_heads / s.index.heads, n = s.index.n, width = Width(s);
+    Queries queries;
+    queries.count = static_cast<int>(s.positions * group);
+    queries.width = static_cast<int>(width);
+    queries.n = s.index.n;
+    queries.lead = work.lead.Get<float>(width);
+    queries.codes = work.codes.Get<int8_t>(width * n);
+    queries.packed = work.packed.Get<int8_t>(2 * width * n);
+    queries.excess = work.excess.Get<int32_t>(width);
+    float* rows = work.rotated.Get<float>(width * n);
+    const int64_t row_bytes = int64_t{s.index.head_dim} * (s.kind == kFloat32 ? 4 : 2);
+    float least = std::numeric_limits<float>::infinity();
+    std::fill(queries.lead, queries.lead + width, least);
+    for (int64_t q = 0; q < queries.count; ++q) {
+        const int64_t at = (layer * s.positions + q / group) * s.query_heads + head * group + q % group;
+        LoadValues(static_cast<const char*>(s.queries) + at * row_bytes, s.kind, s.index.head_dim,
+                   rows + q * n);
+        queries.lead[q] = s.lse[at];
+        least = s.lse[at] < least ? s.lse[at] : least;
+    }
+    for (int64_t q = 0; q < width; ++q) queries.lead[q] = least - queries.lead[q];
+    kernels.prepare(rows, s.index.head_dim, s.index.signs, s.scale, queries);
+    return queries;
+}
+
 // One (layer, head), on one thread.
 class Task {
   public:
@@ -22,7 +55,7 @@ class Task {
 
     void Run() {
         if (kernels_.begin != nullptr) kernels_.begin(index_.n);
-        LoadQueries();
+        queries_ = LoadQueries(s_, kernels_, layer_, head_, work_);
         const int64_t count = s_.last - s_.first;
         int32_t* keys = work_.keys.Get<int32_t>(count);
         Scan(keys);
@@ -35,32 +68,6 @@ class Task {
     // Number of a page's block of rows of this head.
     int64_t PageOf(int64_t block) const {
         return (layer_ * index_.pages + s_.page_ids[block]) * index_.heads + head_;
-    }
-
-    void LoadQueries() {
-        const int64_t group = s_.query_heads / index_.heads, n = index_.n;
-        queries_.count = static_cast<int>(s_.positions * group);
-        queries_.width = (queries_.count + kLanes - 1) / kLanes * kLanes;
-        queries_.n = index_.n;
-        const int64_t width = queries_.width;
-        queries_.lead = work_.lead.Get<float>(width);
-        queries_.codes = work_.codes.Get<int8_t>(width * n);
-        queries_.packed = work_.packed.Get<int8_t>(2 * width * n);
-        queries_.excess = work_.excess.Get<int32_t>(width);
-        float* rows = work_.rotated.Get<float>(width * n);
-        const int64_t row_bytes = int64_t{index_.head_dim} * (s_.kind == kFloat32 ? 4 : 2);
-        float least = std::numeric_limits<float>::infinity();
-        std::fill(queries_.lead, queries_.lead + width, least);
-        for (int64_t q = 0; q < queries_.count; ++q) {
-            const int64_t at =
-                (layer_ * s_.positions + q / group) * s_.query_heads + head_ * group + q % group;
-            LoadValues(static_cast<const char*>(s_.queries) + at * row_bytes, s_.kind, index_.head_dim,
-                       rows + q * n);
-            queries_.lead[q] = s_.lse[at];
-            least = s_.lse[at] < least ? s_.lse[at] : least;
-        }
-        for (int64_t q = 0; q < width; ++q) queries_.lead[q] = least - queries_.lead[q];
-        kernels_.prepare(rows, index_.head_dim, index_.signs, s_.scale, queries_);
     }
 
     void Scan(int32_t* keys) {
@@ -116,11 +123,61 @@ class Task {
 
 }  // namespace
 
-void Select(const Selection& selection, const ScanKernels& kernels, int threads) {
-    SelectionPool().ForEach(threads, selection.index.layers * selection.index.heads, [&](int64_t number) {
+int64_t Claims::Front() {
+    int64_t range = range_.load();
+    for (;;) {
+        const int64_t begin = range >> 32, end = range & UINT32_MAX;
+        if (begin >= end) return -1;
+        if (range_.compare_exchange_weak(range, (begin + 1) << 32 | end)) return begin;
+    }
+}
+
+int64_t Claims::Back(int64_t count, int64_t leave) {
+    int64_t range = range_.load();
+    for (;;) {
+        const int64_t begin = range >> 32, end = range & UINT32_MAX;
+        if (end - begin < count + leave) return -1;
+        if (range_.compare_exchange_weak(range, begin << 32 | (end - count))) return end - count;
+    }
+}
+
+void Select(const Selection& selection, const ScanKernels& kernels, int threads, Claims* claims) {
+    const auto run = [&](int64_t number) {
         static thread_local Workspace work;
         Task(selection, kernels, number, work).Run();
+    };
+    if (claims == nullptr) {
+        SelectionPool().ForEach(threads, selection.index.layers * selection.index.heads, run);
+        return;
+    }
+    SelectionPool().ForEach(threads, threads, [&](int64_t) {
+        for (int64_t number; (number = claims->Front()) >= 0;) run(number);
     });
+}
+
+int64_t QueryWidth(const Selection& selection) {
+    return Width(selection);
+}
+
+void PrepareLayer(const Selection& selection, const ScanKernels& kernels, int64_t layer,
+                  const LayerQueries& out) {
+    static thread_local Workspace work;
+    const int64_t width = Width(selection), n = selection.index.n;
+    for (int64_t head = 0; head < selection.index.heads; ++head) {
+        const Queries queries = LoadQueries(selection, kernels, layer, head, work);
+        std::copy(queries.codes, queries.codes + width * n, out.codes + head * width * n);
+        std::copy(queries.lead, queries.lead + width, out.lead + head * width);
+        out.reach[head] = queries.reach;
+    }
+}
+
+void TopKOfLayer(const ScanKernels& kernels, const int32_t* keys, int64_t heads, int64_t stride,
+                 int64_t begin, int64_t count, int64_t k, int64_t first, int32_t* out) {
+    static thread_local Buffer scratch;
+    for (int64_t head = 0; head < heads; ++head) {
+        kernels.top_k(keys + head * stride + begin, count, k, static_cast<int32_t>(first), scratch,
+                      out + head * k);
+    }
 }
 
 }  // namespace herald

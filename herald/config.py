@@ -85,6 +85,9 @@ class OffloadConfig:
         host_memory_bytes: size of the host pool, or 0 to size it for ``max_model_len``.
         transfer: ``"zero_copy"``, ``"staged"``, or ``"auto"`` for the better one available.
         num_threads: CPU threads of selection, 0 for all usable cores.
+        scan_on_device: let the device score a share of the index, which crosses the bus for that; the rows
+            chosen are the same. Needs CUDA, ``index_bits=8`` and the C++ extension, and is left out where
+            one of them is missing.
     """
 
     enabled: bool = True
@@ -105,6 +108,7 @@ class OffloadConfig:
     host_memory_bytes: int = 0
     transfer: TransferMode = "auto"
     num_threads: int = 0
+    scan_on_device: bool = True
 
     def __post_init__(self) -> None:
         check_kinds(self)

@@ -28,6 +28,7 @@ from herald.jit import jit
 from herald.kvstore import HostPool, KeyIndex, RowLayout
 from herald.kvstore.native import find_native
 from herald.select import Selector, SlotGeometry
+from herald.select.device_scan import ScanJob
 
 HEAD_DIM, PAGE, BLOCK = 128, 64, 32
 REPEATS = 5
@@ -105,6 +106,54 @@ def scans(pool: HostPool, index: KeyIndex, where: str, threads: list[int], tiny:
                     "token_heads_per_second": token_heads / seconds,
                     "bytes_per_second": token_heads * index.bytes_per_row / seconds,
                 }
+        yield from shared_scans(index, where, threads[-1], (queries, lse))
+
+
+def shared_scans(
+    index: KeyIndex, where: str, threads: int, asked: tuple[np.ndarray, np.ndarray]
+) -> Iterator[Result]:
+    """The CPU with the device beside it, and the device alone."""
+    if not index.pinned:
+        return
+    pool = index.pool
+    layout, rows = pool.layout, pool.num_pages * PAGE
+    pages = np.arange(pool.num_pages, dtype=np.int32)
+    token_heads = rows * layout.num_layers * layout.num_kv_heads
+    selector = Selector(pool, index, "max", threads, device=torch.device("cuda"))
+    scan, native = selector.device_scan, find_native().module
+    if scan is None or native is None or not scan.pays(pages, 0, rows):
+        selector.close()
+        return
+    scale, k = HEAD_DIM**-0.5, rows // 20
+    out = np.empty((layout.num_layers, layout.num_kv_heads, k), dtype=np.int32)
+    job = ScanJob(pages, 0, rows, *asked, scale, out)
+    tasks = layout.num_layers * layout.num_kv_heads
+    taken: list[int] = []
+
+    def together() -> None:
+        before = scan.layers
+        selector.select(pages, 0, rows, k, *asked, scale)
+        taken.append(scan.layers - before)
+
+    def alone() -> None:
+        taken.append(scan.start(job, native.Claims(tasks)).result())
+
+    for path, work in (("native + device", together), ("device", alone)):
+        seconds = median_seconds(work)
+        done = token_heads * (taken[-1] / layout.num_layers if path == "device" else 1)
+        yield {
+            "what": "select",
+            "where": where,
+            "path": path,
+            "bits": index.bits,
+            "query_rows": asked[0].shape[1] * 4,
+            "threads": threads,
+            "seconds": seconds,
+            "layers_on_device": taken[-1],
+            "token_heads_per_second": done / seconds,
+            "bytes_per_second": done * index.bytes_per_row / seconds,
+        }
+    selector.close()
 
 
 def plans(pool: HostPool, threads: int) -> Iterator[Result]:
@@ -175,7 +224,8 @@ def measure(tiny: bool) -> Iterator[Result]:
     for where, size in sizes.items():
         with make_pool(*size) as pool:
             for bits in (8, 4, 1):
-                with KeyIndex(pool, bits) as index:  # type: ignore[arg-type]
+                pin = torch.cuda.is_available() and bits == 8
+                with KeyIndex(pool, bits, pin=pin) as index:  # type: ignore[arg-type]
                     index.append_span(np.arange(pool.num_pages, dtype=np.int32), 0, pool.num_pages * PAGE)
                     if bits == 8:
                         rate = read_bandwidth(index, threads[-1])

@@ -58,7 +58,13 @@ def run_decode(args: argparse.Namespace) -> dict[str, Any]:
     """The offloading engine: three batches at the short context, two at the long one."""
     model = load(args)
     begin_without_prefill()
-    offload = OffloadConfig(kv_budget=BUDGET, lookahead_step=args.lookahead_step, index_bits=args.index_bits)
+    offload = OffloadConfig(
+        kv_budget=BUDGET,
+        lookahead_step=args.lookahead_step,
+        index_bits=args.index_bits,
+        num_threads=args.num_threads,
+        scan_on_device=args.scan_on_device,
+    )
     short, long, batches, long_batch = sizes(args.tiny)
     if args.batch:
         batches = (args.batch, *(b for b in batches if b < args.batch))
@@ -92,7 +98,9 @@ def run_decode(args: argparse.Namespace) -> dict[str, Any]:
         "setup_seconds": ready,
         "transfer": store.transfer.name,
         "transfer_why": store.transfer_why,
-        "selection": getattr(store.selector, "backend", "numba"),
+        "selection": store.selector.isa,
+        "scan_on_device": store.selector.device_scan is not None,
+        "scan_on_device_why": store.selector.device_reason,
         "pool_bytes": store.pool.num_bytes,
         "index_bytes": store.index.num_bytes,
         "weight_bytes": model.weight_bytes,
@@ -167,6 +175,8 @@ def in_own_process(suite: str, args: argparse.Namespace) -> dict[str, Any]:
                 str(path),
             ]
             command += [f"--blocks={args.blocks}", f"--lookahead-step={args.lookahead_step}"]
+            command += [f"--num-threads={args.num_threads}"]
+            command.append("--scan-on-device" if args.scan_on_device else "--no-scan-on-device")
             command += [f"--index-bits={args.index_bits}", f"--shared={args.shared}", f"--batch={args.batch}"]
         if args.tiny:
             command.append("--tiny")
@@ -184,6 +194,13 @@ def main() -> int:
     parser.add_argument("--lookahead-step", type=int, default=1)
     parser.add_argument("--index-bits", type=int, default=8)
     parser.add_argument("--shared", type=float, default=SHARED, help="share of a set that the next one keeps")
+    parser.add_argument("--num-threads", type=int, default=0, help="threads of selection, 0 for all cores")
+    parser.add_argument(
+        "--scan-on-device",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let the device score a share of the index",
+    )
     parser.add_argument("--tiny", action="store_true", help="a two-layer model and short contexts")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inside", help=argparse.SUPPRESS)

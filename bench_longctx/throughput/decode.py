@@ -65,7 +65,10 @@ def measure(engine: Engine, run: Run) -> dict[str, Any]:
         engine.step()
     if engine.retriever is not None:
         _set_retrieval(engine, run.retrieval)
+    scan = None if engine.retriever is None else engine.retriever.store.selector.device_scan
+    layers = 0 if scan is None else scan.layers
     rounds = _rounds(engine, requests, run.blocks)
+    layers = 0 if scan is None else scan.layers - layers
     launches = rounds.launches
     seconds = statistics.median(rounds.seconds)
     exposed, moved, selected, selecting = rounds.sums
@@ -84,6 +87,7 @@ def measure(engine: Engine, run: Run) -> dict[str, Any]:
         "tokens_per_second": run.batch * block / seconds,
         "exposed_share": exposed / (run.batch * sum(rounds.seconds)),
         "selection_seconds": selecting / max(rounds.selections, 1),
+        "device_layers": layers,
         "rows_moved_share": moved / selected if selected else 0.0,
         "launch_wall_us": 1e6 * statistics.median(wall for wall, _, _ in launches),
         "launch_cpu_us": 1e6 * statistics.median(cpu for _, cpu, _ in launches),

@@ -26,7 +26,7 @@ class HostStore:
         num_pages: pages of the pool.
         arena: destination of transfers.
         config: offload options.
-        pin: register the pool with CUDA.
+        pin: register the pool with CUDA, and the index if the device scans a share of it.
         streams: of the arena's device.
 
     Attributes:
@@ -50,8 +50,11 @@ class HostStore:
         self.config = config
         self.num_threads = config.num_threads or usable_cores()
         self.pool = HostPool(layout, num_pages, pin, self.num_threads)
-        self.index = KeyIndex(self.pool, config.index_bits, self.num_threads)
-        self.selector = Selector(self.pool, self.index, config.score_operator, self.num_threads)
+        device = arena.rows.device if pin and config.scan_on_device else None
+        self.index = KeyIndex(self.pool, config.index_bits, self.num_threads, pin=device is not None)
+        self.selector = Selector(
+            self.pool, self.index, config.score_operator, self.num_threads, device=device
+        )
         self._transfer: Transfer | None = None
         self.transfer_why = ""
         self.connect(arena)

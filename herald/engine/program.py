@@ -52,13 +52,13 @@ class StepProgram:
             self.queries, self.lse = runner.captured(shape.captures, block)
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def record(self, pool: Any) -> None:
+    def record(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """Record the run as a CUDA graph, on inputs that are all padding and so change nothing.
 
         Args:
             pool: handle of the memory that all graphs share; they never run at the same time.
+            stream: to record on, one for all graphs: cuBLAS keeps a workspace for every stream it has seen.
         """
-        stream = torch.cuda.Stream(self.inputs.device)
         stream.wait_stream(torch.cuda.current_stream(self.inputs.device))
         with torch.cuda.stream(stream):
             self._run()  # compiles kernels and sets libraries up, which a recording must not do

@@ -188,6 +188,8 @@ class Retriever:
         selector = self.store.selector
         selector.select(page, 0, layout.page_size, 1, queries, queries[..., 0], self.scale)
         selector.plan_update(one, 1, one, 0, 1, 1, page, 0, False, SlotGeometry(1, 0, 1, 0))
+        if selector.device_scan is not None:
+            selector.device_scan.warm_up()
 
     def _release(self, request: Request) -> None:
         selections, request.selection = [*request.missed, request.selection], None

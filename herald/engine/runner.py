@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from herald.engine.lanes import StepShape
 from herald.engine.program import StepProgram
 from herald.models import BlockModel
 from herald_kernels import qk_norm_rope
+
+
+@lru_cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of a process that records graphs on a device."""
+    return torch.cuda.Stream(device)
 
 
 class LaneRunner:
@@ -32,6 +39,7 @@ class LaneRunner:
         self._final_rows: dict[tuple[int, int], torch.Tensor] = {}
         self._captured: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._graph_pool: Any = None
+        self._recording_stream: Any = _recording_stream(model.device) if self.use_graphs else None
 
     @property
     def programs(self) -> Collection[StepProgram]:
@@ -46,7 +54,7 @@ class LaneRunner:
             program = self._programs[key] = StepProgram(self, table, shape)
             if self.use_graphs:
                 self._graph_pool = self._graph_pool or torch.cuda.graph_pool_handle()
-                program.record(self._graph_pool)
+                program.record(self._graph_pool, self._recording_stream)
         return program
 
     def forget_programs(self) -> None:

@@ -32,6 +32,7 @@ class KeyIndex:
         num_threads: threads of an append by the C++ extension, 0 for all usable cores.
         backend: what builds codes: ``"native"`` for the extension, ``"numba"``, or ``"auto"`` for the first
             that can be used. Both give the same codes.
+        pin: register the memory with CUDA, so that a device can copy codes from it.
 
     Attributes:
         codes: uint8 [L, P, H, page_size, n * bits / 8] (int8 codes in two's complement).
@@ -41,13 +42,19 @@ class KeyIndex:
         arrays: the four of them, in this order.
         signs: float32 [n], the signs of the rotation.
         num_bytes: memory the index takes.
+        pinned: whether all of it is registered with CUDA; if not, `pin_reason` says why.
 
     With 16 bits the arrays have no elements and every ``append`` returns at once. Appending to distinct
     (page, layer) pairs from several threads is safe.
     """
 
     def __init__(
-        self, pool: HostPool, bits: IndexBits = 8, num_threads: int = 0, backend: Backend = "auto"
+        self,
+        pool: HostPool,
+        bits: IndexBits = 8,
+        num_threads: int = 0,
+        backend: Backend = "auto",
+        pin: bool = False,
     ) -> None:
         check(bits in (16, 8, 4, 1), "bits", bits, "use 16, 8, 4 or 1")
         layout = pool.layout
@@ -73,7 +80,9 @@ class KeyIndex:
         )
         sizes = [dtype.itemsize * int(np.prod(shape)) for dtype, shape in shapes]
         self.num_bytes = sum(sizes)
-        self._slabs = [HostSlab(max(1, size), pin=False) for size in sizes]
+        self._slabs = [HostSlab(max(1, size), pin) for size in sizes]
+        self.pinned = all(slab.pinned for slab in self._slabs)
+        self.pin_reason = next((slab.pin_reason for slab in self._slabs if slab.pin_reason), "")
         arrays = [slab.tensor(*shape).numpy() for slab, shape in zip(self._slabs, shapes)]
         self.codes, self.row_scales, self.mean_codes, self.page_scales = arrays
 

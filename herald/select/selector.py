@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import torch
 
 from herald.config import ScoreOperator, check
 from herald.errors import UsageError
@@ -12,6 +13,7 @@ from herald.hardware import usable_cores
 from herald.kvstore.key_index import KeyIndex
 from herald.kvstore.native import Backend, find_native, native_for
 from herald.kvstore.pool import HostPool
+from herald.select.device_scan import DeviceScan, ScanJob
 from herald.select.numba_scan import NumbaScan
 from herald.select.update import Plan, SlotGeometry, UpdateRequest, plan_with_native, plan_with_numba
 
@@ -31,11 +33,14 @@ class Selector:
             used. The extension scans codes with the operator "max"; all else is numba's.
         isa: instruction set: ``"auto"``, or for native one of ``herald._native.scan_isas()``, for numba
             ``"vnni"`` or ``"float"``.
+        device: scores a share of the layers, where it can (`DeviceScan`); None for the CPU alone.
 
     Attributes:
         backend: ``"native"`` or ``"numba"``, what scans.
         isa: the instruction set it uses.
         reason: why nothing better scans, or "".
+        device_scan: who scores layers on the device, or None.
+        device_reason: why the device that was given scores nothing, or "".
 
     Raises:
         UsageError: ``backend="native"`` cannot be used, or this CPU lacks the instruction set.
@@ -49,6 +54,7 @@ class Selector:
         num_threads: int = 0,
         backend: Backend = "auto",
         isa: str = "auto",
+        device: torch.device | None = None,
     ) -> None:
         check(operator in ("max", "sum"), "operator", operator, "use 'max' or 'sum'")
         check(num_threads >= 0, "num_threads", num_threads, "use 0 for all cores")
@@ -65,6 +71,8 @@ class Selector:
         self._executor: ThreadPoolExecutor | None = None
         self._planners: ThreadPoolExecutor | None = None  # their own, so that a plan does not wait for a scan
         self._numba: NumbaScan | None = None
+        self.device_scan: DeviceScan | None = None
+        self.device_reason = ""
         if self._native is None or scanned_by_numba:
             if self.num_threads > 1:
                 self._executor = ThreadPoolExecutor(self.num_threads, thread_name_prefix="herald-select")
@@ -72,6 +80,7 @@ class Selector:
             self._numba = NumbaScan(pool, index, operator, self._executor, self.num_threads, isa)
             self.backend, self.isa = "numba", self._numba.isa
             self.reason = scanned_by_numba or ("" if backend == "numba" else find_native().reason)
+            self.device_reason = "the extension does not scan here" if device is not None else ""
             return
         try:
             self.backend, self.isa = "native", self._native.scan_isa(isa)
@@ -79,6 +88,10 @@ class Selector:
             problem, _, remedy = str(error).rpartition("; ")
             raise UsageError(problem, remedy) from None
         self.reason = next((f"{name}: {why}" for name, why in self._native.scan_isas().items() if why), "")
+        if device is not None:
+            self.device_reason = _kept_from_device(index, device)
+            if not self.device_reason:
+                self.device_scan = DeviceScan(self._native, index, device, self.isa)
 
     def select(
         self,
@@ -106,26 +119,37 @@ class Selector:
         Raises:
             UsageError: a shape does not fit, or the span lies outside the pages.
         """
-        layout, index = self.pool.layout, self.index
+        layout = self.pool.layout
         pages = np.ascontiguousarray(page_ids, dtype=np.int32)
         dtype = np.uint16 if queries.dtype == np.uint16 else np.float32
         queries = np.ascontiguousarray(queries, dtype=dtype)
         lse = np.ascontiguousarray(lse, dtype=np.float32)
         self._check(pages, first, last, k, queries, lse)
-        if self._numba is None and 0 < k < last - first:
-            assert self._native is not None
-            return self._native.select(
-                *(*index.arrays, index.signs, index.bits),
-                *(pages, first, last, k, queries, lse, scale),
-                *(self.num_threads, self.isa),
-            )
         out = np.empty((layout.num_layers, layout.num_kv_heads, k), dtype=np.int32)
         if k == last - first:
             out[:] = np.arange(first, last, dtype=np.int32)
-        elif k > 0:
-            assert self._numba is not None
+        elif k > 0 and self._numba is not None:
             self._numba.select(pages, first, last, queries, lse, scale, out)
+        elif k > 0:
+            self._select_native(ScanJob(pages, first, last, queries, lse, scale, out))
         return out
+
+    def _select_native(self, job: ScanJob) -> None:
+        """The C++ kernels, and the device beside them."""
+        assert self._native is not None
+        index, claims, elsewhere = self.index, None, None
+        if self.device_scan is not None and self.device_scan.pays(job.page_ids, job.first, job.last):
+            claims = self._native.Claims(job.out.shape[0] * job.out.shape[1])
+            elsewhere = self.device_scan.start(job, claims)
+        try:
+            self._native.select(
+                *(*index.arrays, index.signs, index.bits),
+                *(job.page_ids, job.first, job.last, job.queries, job.lse, job.scale, job.out),
+                *(self.num_threads, self.isa, claims),
+            )
+        finally:
+            if elsewhere is not None:
+                elsewhere.result()
 
     def plan_update(
         self,
@@ -189,6 +213,8 @@ class Selector:
 
     def close(self) -> None:
         """End the threads. Closing twice is allowed."""
+        if self.device_scan is not None:
+            self.device_scan.close()
         for threads in (self._executor, self._planners):
             if threads is not None:
                 threads.shutdown()
@@ -211,6 +237,15 @@ class Selector:
             raise UsageError(f"queries of shape {shape} do not fit", f"use {expected}")
         if lse.shape != shape[:3]:
             raise UsageError(f"lse of shape {lse.shape} does not fit", f"use {shape[:3]}")
+
+
+def _kept_from_device(index: KeyIndex, device: torch.device) -> str:
+    """Why the device cannot score a share, or ""."""
+    if index.bits != 8:
+        return f"the device scores 8-bit codes, and the index has {index.bits}"
+    if device.type == "cuda" and not index.pinned:
+        return f"the key index is not page-locked: {index.pin_reason}"
+    return ""
 
 
 def _scanned_by_numba(operator: ScoreOperator, bits: int) -> str:

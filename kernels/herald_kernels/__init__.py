@@ -14,6 +14,7 @@ from herald_kernels.ops.prefill_attention import prefill_attention
 from herald_kernels.ops.qk_norm_rope import qk_norm_rope
 from herald_kernels.ops.resident_attention import resident_attention
 from herald_kernels.ops.rms_norm import rms_norm
+from herald_kernels.ops.score_codes import score_codes
 from herald_kernels.ops.score_rows import score_rows
 from herald_kernels.ops.silu_mul import silu_mul
 
@@ -29,6 +30,7 @@ __all__ = [
     "qk_norm_rope",
     "resident_attention",
     "rms_norm",
+    "score_codes",
     "score_rows",
     "silu_mul",
 ]

@@ -19,6 +19,7 @@ OPS = (
     "qk_norm_rope",
     "resident_attention",
     "rms_norm",
+    "score_codes",
     "score_rows",
     "silu_mul",
 )

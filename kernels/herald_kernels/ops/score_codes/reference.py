@@ -1,0 +1,48 @@
+"""Torch reference of `score_codes`."""
+
+from __future__ import annotations
+
+import torch
+
+FARTHEST_START = float(1 << 30)
+LOWEST_KEY = -(1 << 31)
+# Pages whose dots are alive at once.
+CHUNK_PAGES = 64
+
+
+def score_codes(
+    codes: torch.Tensor,
+    mean_codes: torch.Tensor,
+    page_scales: torch.Tensor,
+    query_codes: torch.Tensor,
+    lead: torch.Tensor,
+    reach: torch.Tensor,
+    keys: torch.Tensor,
+    start: int,
+) -> None:
+    """See `herald_kernels.score_codes`."""
+    size = codes.shape[2]
+    # float32 holds every dot exactly: |sum| <= 127 * 127 * 1024 < 2 ** 24
+    queries = query_codes.float().transpose(1, 2)
+    for first in range(0, codes.shape[0], CHUNK_PAGES):
+        last = min(first + CHUNK_PAGES, codes.shape[0])
+        means = (mean_codes[first:last].float() @ queries).double()
+        dot = (128 * means[:, :, 0] + means[:, :, 1]).float()
+        unit = reach * page_scales[first:last, :, 1]
+        # in float64 the product is exact, and the sum rounds once more only where float32 has a tie
+        shift = (dot.double() * unit.double().unsqueeze(-1) + lead.double()).float()
+        unit = reach * page_scales[first:last, :, 0]
+        begin = shift * (1 / unit).unsqueeze(-1)
+        begin = begin.nan_to_num(nan=-FARTHEST_START, posinf=FARTHEST_START, neginf=-FARTHEST_START)
+        begin = begin.clamp(-FARTHEST_START, FARTHEST_START).round().long()
+        dots = (codes[first:last].float() @ queries).long()
+        best = (dots + begin.unsqueeze(2)).amax(3)
+        score = best.float() * unit.unsqueeze(-1)
+        found = _order_keys(score).transpose(0, 1).flatten(1)
+        keys[:, start + first * size : start + last * size] = found
+
+
+def _order_keys(score: torch.Tensor) -> torch.Tensor:
+    bits = torch.where(score == 0, 0.0, score).view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return torch.where(score.isnan(), LOWEST_KEY, ordered)

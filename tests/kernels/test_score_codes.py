@@ -1,0 +1,120 @@
+"""`score_codes` against integers computed one by one, and against the CPU's selection."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from herald_kernels import score_codes
+from tests.kernels.support import EVERYWHERE, Draw, Target
+
+CASES = [
+    # pages, KV heads, page size, n, queries
+    (1, 1, 8, 16, 16),
+    (3, 2, 64, 128, 128),
+    (5, 2, 32, 64, 48),
+    (9, 3, 24, 32, 16),
+    (2, 1, 96, 128, 144),
+    (33, 1, 16, 64, 512),
+]
+# The integer types of the inputs do not depend on the target's dtype.
+TARGETS = [target for target in EVERYWHERE if "bf16" not in str(target.id)]
+
+
+class Case:
+    """Random codes, scales and queries on a device."""
+
+    def __init__(self, target: Target, shape: tuple[int, int, int, int, int]) -> None:
+        pages, heads, size, n, width = shape
+        draw = Draw(target, sum(shape))
+        self.codes = draw.integers(-127, 128, pages, heads, size, n).to(torch.int8)
+        self.mean_codes = draw.integers(-127, 128, pages, heads, 2, n).to(torch.int8)
+        self.page_scales = draw.integers(1, 1000, pages, heads, 2).float() / 3e4
+        self.query_codes = draw.integers(-127, 128, heads, width, n).to(torch.int8)
+        self.lead = -draw.integers(0, 1000, heads, width).float() / 70
+        self.reach = draw.integers(1, 100, heads).float() / 3e4
+        self.lead[:, -3:] = float("-inf")
+
+    def keys(self, target: Target, start: int = 0, spare: int = 0) -> torch.Tensor:
+        pages, heads, size, _ = self.codes.shape
+        keys = torch.full((heads, start + pages * size + spare), 77, dtype=torch.int32, device=target.device)
+        score_codes(
+            self.codes,
+            self.mean_codes,
+            self.page_scales,
+            self.query_codes,
+            self.lead,
+            self.reach,
+            keys,
+            start,
+        )
+        return keys
+
+    def expected(self) -> np.ndarray:
+        """Order keys by numpy, with the roundings that herald/select/scan.py asks for."""
+        codes, means = (x.cpu().numpy().astype(np.int64) for x in (self.codes, self.mean_codes))
+        queries = self.query_codes.cpu().numpy().astype(np.int64)
+        scales, lead, reach = (x.cpu().numpy() for x in (self.page_scales, self.lead, self.reach))
+        pages, heads, size, _ = codes.shape
+        out = np.empty((heads, pages, size), np.int32)
+        for head in range(heads):
+            for page in range(pages):
+                of_mean = queries[head] @ means[page, head].T
+                dot = (128 * of_mean[:, 0] + of_mean[:, 1]).astype(np.float32)
+                unit = reach[head] * scales[page, head, 1]
+                shift = (dot.astype(np.longdouble) * unit + lead[head]).astype(np.float32)
+                unit = reach[head] * scales[page, head, 0]
+                start = np.clip(shift * (np.float32(1) / unit), -(2.0**30), 2.0**30)
+                sums = codes[page, head] @ queries[head].T + np.rint(start).astype(np.int64)
+                score = sums.max(1).astype(np.float32) * unit + np.float32(0)
+                bits = score.view(np.int32)
+                out[head, page] = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        return out.reshape(heads, pages * size)
+
+
+@pytest.mark.parametrize("target", TARGETS, indirect=True)
+@pytest.mark.parametrize("shape", CASES, ids=str)
+def test_keys_are_those_of_the_formula(target: Target, shape: tuple[int, int, int, int, int]) -> None:
+    case = Case(target, shape)
+    keys, expected = case.keys(target).cpu().numpy(), case.expected()
+    if target.backend == "triton" and target.device == "cpu":
+        # The interpreter's fma rounds twice: a start may be off by one unit of its page.
+        score, close = (x.astype(np.int64) for x in (keys, expected))
+        assert (np.abs(score - close) > 64).mean() < 0.01
+        assert np.corrcoef(keys.ravel(), expected.ravel())[0, 1] > 0.999
+    else:
+        assert np.array_equal(keys, expected)
+
+
+@pytest.mark.parametrize("target", TARGETS, indirect=True)
+def test_writes_its_rows_only(target: Target) -> None:
+    case = Case(target, CASES[1])
+    keys = case.keys(target, start=5, spare=3)
+    assert (keys[:, :5] == 77).all() and (keys[:, -3:] == 77).all()
+    assert torch.equal(keys[:, 5:-3], case.keys(target))
+
+
+@pytest.mark.parametrize("target", TARGETS, indirect=True)
+def test_pages_without_scale_and_queries_that_do_not_count(target: Target) -> None:
+    """A page of zeros has unit 0: all its scores are 0. Without a query that counts, scores are far below."""
+    case = Case(target, CASES[1])
+    case.page_scales[1] = 0
+    keys = case.keys(target)
+    assert (keys[:, 64:128] == 0).all()
+    case = Case(target, CASES[1])
+    before = case.keys(target)
+    case.lead[0] = float("-inf")
+    after = case.keys(target)
+    assert torch.equal(before[1], after[1])
+    assert (after[0] < before[0]).all()
+
+
+def test_shapes_are_checked() -> None:
+    case = Case(EVERYWHERE[0].values[0], CASES[1])  # type: ignore[arg-type]
+    keys = torch.zeros(2, 191, dtype=torch.int32)
+    arguments = (case.codes, case.mean_codes, case.page_scales, case.query_codes, case.lead, case.reach)
+    with pytest.raises(ValueError, match="cannot hold 192 rows"):
+        score_codes(*arguments, keys, 0)
+    with pytest.raises(ValueError, match="lead has shape"):
+        score_codes(*arguments[:4], case.lead[:1], case.reach, torch.zeros(2, 192, dtype=torch.int32), 0)

@@ -1,0 +1,197 @@
+"""Layers scored by a device choose the rows that the CPU's kernels choose; every task is taken once."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from herald.kvstore import HostPool, KeyIndex, RowLayout
+from herald.kvstore.native import find_native
+from herald.select import Selector, device_scan
+from herald.select.device_scan import LAYERS_LEFT, DeviceScan, ScanJob
+
+native: Any = find_native().module
+pytestmark = pytest.mark.skipif(native is None, reason=find_native().reason)
+
+LAYERS, HEADS, GROUP = 5, 2, 3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Case:
+    """A request in a pool whose other pages hold garbage, with queries for it."""
+
+    def __init__(self, page_size: int, head_dim: int, positions: int, num_pages: int, pin: bool) -> None:
+        rng = np.random.default_rng(page_size * head_dim + positions)
+        layout = RowLayout(LAYERS, HEADS, head_dim, page_size, torch.float32)
+        self.pool = HostPool(layout, num_pages + 3, pin=False)
+        values = rng.standard_normal(self.pool.rows.shape, dtype=np.float32)
+        self.pool.rows.copy_(torch.from_numpy(values) + 0.5)
+        self.index = KeyIndex(self.pool, 8, pin=pin)
+        self.index.codes[:] = 255
+        # two ranges of pages, the second before the first in memory
+        half = num_pages // 2
+        self.pages = np.concatenate([np.arange(half + 2, num_pages + 2), np.arange(1, half + 1)]).astype(
+            np.int32
+        )
+        self.index.append_span(self.pages, 0, num_pages * page_size)
+        self.queries = rng.standard_normal((LAYERS, positions, HEADS * GROUP, head_dim)).astype(np.float32)
+        self.lse = rng.standard_normal(self.queries.shape[:3]).astype(np.float32)
+
+    def job(self, first: int, last: int, k: int) -> ScanJob:
+        out = np.full((LAYERS, HEADS, k), -1, dtype=np.int32)
+        return ScanJob(self.pages, first, last, self.queries, self.lse, 0.3, out)
+
+    def selector(self, device: torch.device | None = None) -> Selector:
+        return Selector(self.pool, self.index, num_threads=2, device=device)
+
+    def close(self) -> None:
+        self.index.close()
+        self.pool.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("small_pieces", [False, True])
+@pytest.mark.parametrize("shape", [(8, 16, 5, 12), (64, 128, 32, 40), (32, 64, 4, 9)], ids=str)
+def test_layers_of_the_device_are_those_of_the_cpu(
+    device: str, small_pieces: bool, shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if small_pieces:  # a layer is several pieces, and they are used again
+        monkeypatch.setattr(device_scan, "PIECE_BYTES", 3 * HEADS * shape[0] * shape[1])
+    case = Case(*shape, pin=device == "cuda")
+    scan = DeviceScan(native, case.index, torch.device(device), "auto", least=0)
+    alone = case.selector()
+    rows = shape[0] * shape[3]
+    try:
+        scan.warm_up()
+        for first, last, k in [(0, rows, 7), (4, rows - 3, 11), (shape[0] + 1, rows - shape[0], 5)]:
+            expected = alone.select(case.pages, first, last, k, case.queries, case.lse, 0.3)
+            job, claims = case.job(first, last, k), native.Claims(LAYERS * HEADS)
+            assert scan.start(job, claims).result() == LAYERS - LAYERS_LEFT
+            assert (job.out[:LAYERS_LEFT] == -1).all()
+            assert np.array_equal(job.out[LAYERS_LEFT:], expected[LAYERS_LEFT:])
+    finally:
+        scan.close()
+        alone.close()
+        case.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_both_sides_together_choose_the_same(device: str) -> None:
+    case = Case(16, 32, 8, 30, pin=device == "cuda")
+    alone, shared = case.selector(), case.selector(torch.device(device))
+    assert shared.device_scan is not None
+    shared.device_scan._least = 0
+    try:
+        for turn in range(20):
+            first, last, k = turn, 480 - 7 * turn, 3 + turn
+            expected = alone.select(case.pages, first, last, k, case.queries, case.lse, 0.3)
+            got = shared.select(case.pages, first, last, k, case.queries, case.lse, 0.3)
+            assert np.array_equal(got, expected)
+        assert device == "cpu" or shared.device_scan.layers > 0
+    finally:
+        alone.close()
+        shared.close()
+        case.close()
+
+
+def test_an_error_of_the_device_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(16, 32, 8, 30, pin=False)
+    shared = case.selector(torch.device("cpu"))
+    assert shared.device_scan is not None
+    shared.device_scan._least = 0
+    started = threading.Event()
+
+    def fail(*arguments: object) -> None:
+        started.set()
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(device_scan, "score_codes", fail)
+    # The CPU must not be done before the device has begun.
+    select = native.select
+    monkeypatch.setattr(shared, "_native", _Slow(native, started, select))
+    try:
+        with pytest.raises(RuntimeError, match="no such device"):
+            shared.select(case.pages, 0, 480, 9, case.queries, case.lse, 0.3)
+    finally:
+        shared.close()
+        case.close()
+
+
+class _Slow:
+    """The extension, with a `select` that waits for the other side."""
+
+    def __init__(self, module: Any, started: threading.Event, select: Any) -> None:
+        self.Claims = module.Claims
+        self._started, self._select = started, select
+
+    def select(self, *arguments: Any) -> None:
+        assert self._started.wait(10)
+        self._select(*arguments)
+
+
+def test_what_does_not_pay_stays_with_the_cpu() -> None:
+    case = Case(16, 32, 8, 30, pin=False)
+    scan = DeviceScan(native, case.index, torch.device("cpu"), "auto", least=LAYERS * HEADS * 100)
+    try:
+        assert scan.pays(case.pages, 0, 100)
+        assert not scan.pays(case.pages, 0, 99)
+        scattered = np.arange(0, 2 * (device_scan.MAX_RUNS + 1), 2, dtype=np.int32)
+        assert not scan.pays(scattered, 0, 1000)
+    finally:
+        scan.close()
+        case.close()
+
+
+def test_why_a_device_scans_nothing() -> None:
+    layout = RowLayout(1, 1, 16, 8, torch.float32)
+    pool = HostPool(layout, 2, pin=False)
+    for bits, options, expected in [
+        (4, {}, "8-bit codes, and the index has 4"),
+        (8, {"backend": "numba"}, "the extension does not scan here"),
+    ]:
+        index = KeyIndex(pool, bits)  # type: ignore[arg-type]
+        selector = Selector(pool, index, device=torch.device("cpu"), **options)  # type: ignore[arg-type]
+        assert selector.device_scan is None
+        assert expected in selector.device_reason
+        selector.close()
+        index.close()
+    index = KeyIndex(pool, 8)
+    selector = Selector(pool, index, device=torch.device("cuda"))
+    assert selector.device_reason == "the key index is not page-locked: not asked for"
+    selector.close()
+    index.close()
+    pool.close()
+
+
+def test_claims_are_taken_once() -> None:
+    """Threads at both ends: no task is lost or taken twice, and what is to be left is left."""
+    for count in (0, 1, 7, 1000):
+        claims = native.Claims(count)
+        taken: list[list[int]] = [[] for _ in range(4)]
+        leave = 5
+
+        def front(mine: list[int], claims: Any = claims) -> None:
+            while (task := claims.front()) >= 0:
+                mine.append(task)
+
+        def back(mine: list[int], claims: Any = claims, leave: int = leave) -> None:
+            while (task := claims.back(3, leave)) >= 0:
+                mine.extend(range(task, task + 3))
+
+        threads = [
+            threading.Thread(target=side, args=(mine,))
+            for side, mine in zip((front, front, back, back), taken, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(task for mine in taken for task in mine) == list(range(count))
+    claims = native.Claims(10)
+    assert claims.back(4, 6) == 6
+    assert claims.back(4, 3) == -1
+    assert [claims.front() for _ in range(7)] == [0, 1, 2, 3, 4, 5, -1]
