@@ -136,7 +136,9 @@ def shared_scans(
         taken.append(scan.layers - before)
 
     def alone() -> None:
-        taken.append(scan.start(job, native.Claims(tasks)).result())
+        share = scan.start(job, native.Claims(tasks))
+        share.wait()
+        taken.append(share.layers)
 
     for path, work in (("native + device", together), ("device", alone)):
         seconds = median_seconds(work)
@@ -224,7 +226,7 @@ def measure(tiny: bool) -> Iterator[Result]:
     for where, size in sizes.items():
         with make_pool(*size) as pool:
             for bits in (8, 4, 1):
-                pin = torch.cuda.is_available() and bits == 8
+                pin = torch.cuda.is_available()
                 with KeyIndex(pool, bits, pin=pin) as index:  # type: ignore[arg-type]
                     index.append_span(np.arange(pool.num_pages, dtype=np.int32), 0, pool.num_pages * PAGE)
                     if bits == 8:

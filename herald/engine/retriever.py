@@ -1,13 +1,15 @@
 """Look-ahead retrieval: keeps the host side of every request and brings the rows a block needs.
 
-Three background threads do the CPU work, each in order: one stores and indexes rows that arrive from the
-device, one selects, one brings what was selected. A selection waits until what its request stored before
-is indexed. It becomes a difference against the request's resident set, and the difference a transfer into
-its staging rows, while the next selection scans; the engine applies it at a block boundary.
+Background threads do the CPU work: one stores and indexes rows that arrive from the device, one selects (two
+in turn where a device scores a share), one brings what was selected, in order. A selection waits until what
+its request stored before is indexed. It becomes a difference against the request's resident set, and the
+difference a transfer into its staging rows, while the next selection scans; the engine applies it at a block
+boundary.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,16 +81,21 @@ class Retriever:
         self.scale = scale
         self.trace = trace
         self.delay: Callable[[], None] | None = None
-        self._worker = BackgroundWorker("herald-select")
+        # Beside a device that takes layers from the back of the next selection, two may be under way.
+        count = 1 if store.selector.device_scan is None else 2
+        self._workers = [BackgroundWorker(f"herald-select-{i}") for i in range(count)]
+        self._turns = itertools.cycle(self._workers)
         self._storer = BackgroundWorker("herald-store")
         self._bringer = BackgroundWorker("herald-bring")
         self._indexers = ThreadPoolExecutor(store.num_threads, thread_name_prefix="herald-index")
         self._bounce = BounceBuffers()
-        self._worker.submit(self._warm_up)
+        for worker in self._workers:
+            worker.submit(self._warm_up)
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""
-        self._worker.close()
+        for worker in self._workers:
+            worker.close()
         self._bringer.close()
         self._storer.close()
         self._indexers.shutdown()
@@ -161,7 +168,8 @@ class Retriever:
             ticket = self.store.transfer.write_back(source, host, after=_event(queries))
         else:
             host, ticket = source, None
-        positions = self._worker.submit(self._choose, request, host, ticket, request.stored, prefix, block)
+        worker = next(self._turns)
+        positions = worker.submit(self._choose, request, host, ticket, request.stored, prefix, block)
         update = self._bringer.submit(self._bring, request, positions, prefix, own_rows_due)
         return Selection(prefix, block, positions, update, own_rows_due)
 
@@ -176,7 +184,7 @@ class Retriever:
 
     def drain(self) -> None:
         """Wait for everything submitted so far."""
-        for worker in (self._storer, self._worker, self._bringer):
+        for worker in (self._storer, *self._workers, self._bringer):
             worker.submit(lambda: None).result()
 
     def _warm_up(self) -> None:

@@ -9,7 +9,9 @@ task cannot be seen in the result.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -54,27 +56,40 @@ class ScanJob:
     out: np.ndarray
 
 
-@dataclass
-class _Keys:
-    """Order keys of a layer on their way: [H, n] on the host once ``event`` has happened."""
+class Share:
+    """What the device takes of a selection.
 
-    layer: int
-    host: np.ndarray
-    event: Any
+    Attributes:
+        layers: how many it took; known once `wait` has returned.
+    """
+
+    def __init__(self) -> None:
+        self.layers = 0
+        self._taken: Future[None] | None = None
+        self._written: list[Future[None]] = []
+
+    def wait(self) -> None:
+        """Wait until the rows of all of them are written; raises what went wrong."""
+        assert self._taken is not None
+        self._taken.result()
+        for written in self._written:
+            written.result()
 
 
 class DeviceScan:
     """Takes layers of selections from the CPU.
 
+    One thread copies and scores, another takes the top k of the keys that come back.
+
     Args:
         native: ``herald._native``.
-        index: 8-bit codes, page-locked if ``device`` is a CUDA device.
-        device: where they are scored. On a CPU everything happens in turn (tests).
+        index: 8 or 4 bits, page-locked if ``device`` is a CUDA device.
+        device: where codes are scored. On a CPU everything happens in turn (tests).
         isa: instruction set of the top k.
         least: token-heads of a selection that are worth a layer's way there and back.
 
     Attributes:
-        layers: layers scanned so far.
+        layers: layers taken so far.
     """
 
     def __init__(
@@ -86,8 +101,11 @@ class DeviceScan:
         self._isa = isa
         self._least = least
         self.layers = 0
-        self._worker = BackgroundWorker("herald-device-scan")
-        self._codes = torch.from_numpy(index.codes).view(torch.int8)
+        self._scanner = BackgroundWorker("herald-device-scan")
+        self._chooser = BackgroundWorker("herald-device-top-k")
+        self._room = threading.Semaphore(LAYERS_UNDER_WAY)
+        self._codes = torch.from_numpy(index.codes)
+        self._row_scales = torch.from_numpy(index.row_scales)
         self._means = torch.from_numpy(index.mean_codes)
         self._scales = torch.from_numpy(index.page_scales)
         page_bytes = self._codes[0, 0].numel()
@@ -99,13 +117,11 @@ class DeviceScan:
         self._buffers: dict[str, torch.Tensor] = {}
         self._turn = 0
 
-    def start(self, job: ScanJob, claims: Any) -> Any:
-        """Take layers of a selection in the background, for as long as ``claims`` has some.
-
-        Returns:
-            A future of the number of layers that were taken, done when their part of ``job.out`` is written.
-        """
-        return self._worker.submit(self._run, job, claims)
+    def start(self, job: ScanJob, claims: Any) -> Share:
+        """Take layers of a selection in the background, for as long as ``claims`` has some."""
+        share = Share()
+        share._taken = self._scanner.submit(self._run, job, claims, share)
+        return share
 
     def pays(self, page_ids: np.ndarray, first: int, last: int) -> bool:
         """Whether the span is long enough, and its pages lie in few enough ranges to be copied one by one."""
@@ -116,51 +132,73 @@ class DeviceScan:
 
     def warm_up(self, positions: int = 32, group: int = 4) -> None:
         """Compile the kernels for a block of ``positions`` and ``group`` query heads a KV head. Waits."""
-        layers, _, heads = self._codes.shape[:3]
-        size = self._codes.shape[3]
+        layers, _, heads, size, _ = self._codes.shape
         queries = np.zeros((layers, positions, heads * group, self._index.pool.layout.head_dim), np.float32)
         out = np.zeros((layers, heads, 1), np.int32)
-        page = np.zeros(1, np.int32)
-        job = ScanJob(page, 0, size, queries, queries[..., 0].copy(), 1.0, out)
-        self._worker.submit(self._run, job, self._native.Claims((LAYERS_LEFT + 1) * heads)).result()
+        job = ScanJob(np.zeros(1, np.int32), 0, size, queries, queries[..., 0].copy(), 1.0, out)
+        self.start(job, self._native.Claims((LAYERS_LEFT + 1) * heads)).wait()
 
     def close(self) -> None:
-        """Let the selection under way end, and give the device's memory back. Idempotent."""
-        self._worker.close()
+        """Let the selections under way end, and give the device's memory back. Idempotent."""
+        self._scanner.close()
+        self._chooser.close()
         self._pieces.clear()
         self._buffers.clear()
 
-    def _run(self, job: ScanJob, claims: Any) -> int:
-        heads = self._codes.shape[2]
-        under_way: deque[_Keys] = deque()
-        taken = 0
-        size = self._codes.shape[3]
+    def _run(self, job: ScanJob, claims: Any, share: Share) -> None:
+        heads, size = self._codes.shape[2:4]
         begin = job.first // size
         pages = job.page_ids[begin : -(-job.last // size)]
         runs = _runs(pages, self._piece_pages)
         while True:
-            while len(under_way) < LAYERS_UNDER_WAY:
+            self._room.acquire()
+            try:
                 task = claims.back(heads, LAYERS_LEFT * heads)
                 if task < 0:
-                    break
-                under_way.append(self._launch(job, task // heads, runs, len(pages)))
-                taken += 1
-            if not under_way:
-                self.layers += taken
-                return taken
-            keys = under_way.popleft()
-            if keys.event is not None:
-                keys.event.synchronize()
-            offset, count = job.first - begin * size, job.last - job.first
-            self._native.top_k(keys.host, offset, count, job.first, job.out, keys.layer, self._isa)
+                    self._room.release()
+                    return
+                layer = task // heads
+                keys, done = self._launch(job, layer, runs, len(pages))
+            except BaseException:
+                if self._cuda:
+                    self._copy_stream.synchronize()
+                self._turn -= 1  # the next layer takes its memory, not that of one that is under way
+                self._room.release()
+                raise
+            share.layers += 1
+            self.layers += 1
+            share._written.append(self._chooser.submit(self._choose, job, layer, keys, done))
 
-    def _launch(self, job: ScanJob, layer: int, runs: list[tuple[int, int, int]], num_pages: int) -> _Keys:
-        """Copy and score one layer; at most `LAYERS_UNDER_WAY` are between this and their top k."""
+    def _choose(self, job: ScanJob, layer: int, keys: np.ndarray, done: Any) -> None:
+        """The top k of a layer whose order keys [H, n] are on the host once ``done`` has happened."""
+        try:
+            if done is not None:
+                done.synchronize()
+            offset, count = job.first % self._codes.shape[3], job.last - job.first
+            self._native.top_k(keys, offset, count, job.first, job.out, layer, self._isa)
+        finally:
+            self._room.release()
+
+    def _launch(
+        self, job: ScanJob, layer: int, runs: list[tuple[int, int, int]], num_pages: int
+    ) -> tuple[np.ndarray, Any]:
+        """Copy and score one layer; at most `LAYERS_UNDER_WAY` are between this and their top k.
+
+        Args:
+            runs: see `_runs`.
+
+        Returns:
+            Order keys int32 [H, num_pages * page_size], and the event after which they are there.
+        """
         self._turn = (self._turn + 1) % LAYERS_UNDER_WAY
-        heads, size, n = self._codes.shape[2:]
+        heads, size = self._codes.shape[2:4]
+        n = self._means.shape[4]
         query_codes, lead, reach = self._upload_queries(job, layer)
         means = self._buffer("means", torch.int8, (num_pages, heads, 2, n))
         scales = self._buffer("scales", torch.float32, (num_pages, heads, 2))
+        row_scales = None
+        if self._index.bits < 8:
+            row_scales = self._buffer("row scales", torch.float32, (num_pages, heads, size))
         stride = num_pages * size
         keys = self._buffer("keys", torch.int32, (heads, stride))
         host = self._buffer("host keys", torch.int32, (heads, stride), pinned=True)
@@ -168,6 +206,8 @@ class DeviceScan:
             for at, page, count in runs:
                 self._copy(means[at : at + count], self._means[layer, page : page + count])
                 self._copy(scales[at : at + count], self._scales[layer, page : page + count])
+                if row_scales is not None:
+                    self._copy(row_scales[at : at + count], self._row_scales[layer, page : page + count])
         for first in range(0, num_pages, self._piece_pages):
             last = min(first + self._piece_pages, num_pages)
             codes, free = self._next_piece()
@@ -185,6 +225,7 @@ class DeviceScan:
                     self._scan_stream.wait_event(copied)
                 score_codes(
                     codes[: last - first],
+                    None if row_scales is None else row_scales[first:last],
                     means[first:last],
                     scales[first:last],
                     query_codes,
@@ -197,11 +238,11 @@ class DeviceScan:
         with self._on(self._scan_stream):
             host.copy_(keys, non_blocking=True)
             done = self._event(blocking=True)
-        return _Keys(layer, host.numpy(), done)
+        return host.numpy(), done
 
     def _upload_queries(self, job: ScanJob, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query codes int8 [H, W, n], lead float32 [H, W] and reach float32 [H] of a layer, in one copy."""
-        heads, n = self._codes.shape[2], self._codes.shape[4]
+        heads, n = self._codes.shape[2], self._means.shape[4]
         positions, query_heads = job.queries.shape[1:3]
         width = -(-positions * (query_heads // heads) // 16) * 16
         sizes = (heads * width * n, 4 * heads * width, 4 * heads)
@@ -236,9 +277,8 @@ class DeviceScan:
         """Memory for a piece of codes, and the event after which nobody reads it any more."""
         if len(self._pieces) >= PIECES:
             return self._pieces.popleft()
-        heads, size, n = self._codes.shape[2:]
-        shape = (self._piece_pages, heads, size, n)
-        return torch.empty(shape, dtype=torch.int8, device=self._device), None
+        shape = (self._piece_pages, *self._codes.shape[2:])
+        return torch.empty(shape, dtype=torch.uint8, device=self._device), None
 
     def _buffer(
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pinned: bool = False

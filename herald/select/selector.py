@@ -137,10 +137,10 @@ class Selector:
     def _select_native(self, job: ScanJob) -> None:
         """The C++ kernels, and the device beside them."""
         assert self._native is not None
-        index, claims, elsewhere = self.index, None, None
+        index, claims, share = self.index, None, None
         if self.device_scan is not None and self.device_scan.pays(job.page_ids, job.first, job.last):
             claims = self._native.Claims(job.out.shape[0] * job.out.shape[1])
-            elsewhere = self.device_scan.start(job, claims)
+            share = self.device_scan.start(job, claims)
         try:
             self._native.select(
                 *(*index.arrays, index.signs, index.bits),
@@ -148,8 +148,8 @@ class Selector:
                 *(self.num_threads, self.isa, claims),
             )
         finally:
-            if elsewhere is not None:
-                elsewhere.result()
+            if share is not None:
+                share.wait()
 
     def plan_update(
         self,
@@ -241,8 +241,8 @@ class Selector:
 
 def _kept_from_device(index: KeyIndex, device: torch.device) -> str:
     """Why the device cannot score a share, or ""."""
-    if index.bits != 8:
-        return f"the device scores 8-bit codes, and the index has {index.bits}"
+    if index.bits not in (8, 4):
+        return f"the device scores codes of 8 and 4 bits, and the index has {index.bits}"
     if device.type == "cuda" and not index.pinned:
         return f"the key index is not page-locked: {index.pin_reason}"
     return ""

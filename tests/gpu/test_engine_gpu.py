@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from herald.config import EngineConfig, OffloadConfig
 from herald.engine.engine import Engine
+from herald.engine.memory import HostStore
+from herald.engine.retriever import Retriever
 from herald.models import load_model
 from herald.sampling_params import SamplingParams
+from herald.select import device_scan
 from herald.tokenizer import Tokenizer
 from tests.engine.conftest import DENSE, GOLDEN
 from tests.engine.support import check_resident_rows, random_prompt, run, tokens
@@ -141,3 +145,25 @@ def test_dense_and_sparse_give_memory_back() -> None:
         torch.cuda.synchronize()
         allocated.append(torch.cuda.memory_allocated())
     assert allocated[-1] <= allocated[0] + (1 << 20)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_layers_scored_by_the_device_change_no_token(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two selections under way at a time and every layer up for grabs."""
+    monkeypatch.setattr(device_scan, "LAYERS_LEFT", 0)
+    prompts = [random_prompt(n, n) for n in (90, 170, 260, 300)]
+    found = {}
+    for share in (False, True):
+        engine = make(OffloadConfig(kv_budget=0.2, index_bits=bits, scan_on_device=share, **SMALL))  # type: ignore[arg-type]
+        scans = []
+
+        def every_selection(retriever: Retriever, store: HostStore, scans: list[Any] = scans) -> None:
+            if store.selector.device_scan is not None:
+                store.selector.device_scan._least = 0
+                scans.append(store.selector.device_scan)
+
+        engine.on_retriever = every_selection
+        found[share] = [tokens(run(engine, prompts, PARAMS)) for _ in range(3)]
+        assert [scan.layers > 0 for scan in scans] == [True] * share
+        engine.close()
+    assert found[True] == found[False]

@@ -124,13 +124,16 @@ def test_score_rows(compiled: list[Any], operator: str, dtype: torch.dtype) -> N
     check(compiled, dtype, products=True)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("size", "n", "width"), [(64, 128, 128), (24, 16, 48), (64, 64, 512)], ids=str)
-def test_score_codes(compiled: list[Any], size: int, n: int, width: int) -> None:
+def test_score_codes(compiled: list[Any], size: int, n: int, width: int, bits: int) -> None:
     """Products of int8 run on the matrix units, and nothing of a score's rounding is left to the compiler."""
-    codes, means = torch.zeros(3, 2, size, n, dtype=torch.int8), torch.zeros(3, 2, 2, n, dtype=torch.int8)
+    codes = torch.zeros(3, 2, size, n * bits // 8, dtype=torch.uint8)
+    row_scales, means = torch.zeros(3, 2, size), torch.zeros(3, 2, 2, n, dtype=torch.int8)
     query_codes, lead = torch.zeros(2, width, n, dtype=torch.int8), torch.zeros(2, width)
     keys = torch.zeros(2, 3 * size, dtype=torch.int32)
-    kernel_of("score_codes")(codes, means, torch.zeros(3, 2, 2), query_codes, lead, torch.zeros(2), keys, 0)
+    given = (means, torch.zeros(3, 2, 2), query_codes, lead, torch.zeros(2), keys, 0)
+    kernel_of("score_codes")(codes, None if bits == 8 else row_scales, *given)
     check(compiled, torch.int8, products=True)
     ptx = "".join(kernel.asm["ptx"] for kernel in compiled)
     assert re.search(r"mma\S*\.s32\.s8\.s8", ptx) and "div.full" not in ptx

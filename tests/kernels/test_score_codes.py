@@ -25,10 +25,13 @@ TARGETS = [target for target in EVERYWHERE if "bf16" not in str(target.id)]
 class Case:
     """Random codes, scales and queries on a device."""
 
-    def __init__(self, target: Target, shape: tuple[int, int, int, int, int]) -> None:
+    def __init__(self, target: Target, shape: tuple[int, int, int, int, int], bits: int = 8) -> None:
         pages, heads, size, n, width = shape
         draw = Draw(target, sum(shape))
-        self.codes = draw.integers(-127, 128, pages, heads, size, n).to(torch.int8)
+        self.codes = draw.integers(0, 256, pages, heads, size, n * bits // 8).to(torch.uint8)
+        self.row_scales = None
+        if bits == 4:
+            self.row_scales = draw.integers(1, 1000, pages, heads, size).float() / 3e4
         self.mean_codes = draw.integers(-127, 128, pages, heads, 2, n).to(torch.int8)
         self.page_scales = draw.integers(1, 1000, pages, heads, 2).float() / 3e4
         self.query_codes = draw.integers(-127, 128, heads, width, n).to(torch.int8)
@@ -36,11 +39,19 @@ class Case:
         self.reach = draw.integers(1, 100, heads).float() / 3e4
         self.lead[:, -3:] = float("-inf")
 
+    def rows(self) -> np.ndarray:
+        """The codes, one number a dimension."""
+        codes = self.codes.cpu().numpy()
+        if self.row_scales is None:
+            return codes.view(np.int8).astype(np.int64)
+        return np.concatenate([codes & 15, codes >> 4], -1).astype(np.int64) - 8
+
     def keys(self, target: Target, start: int = 0, spare: int = 0) -> torch.Tensor:
         pages, heads, size, _ = self.codes.shape
         keys = torch.full((heads, start + pages * size + spare), 77, dtype=torch.int32, device=target.device)
         score_codes(
             self.codes,
+            self.row_scales,
             self.mean_codes,
             self.page_scales,
             self.query_codes,
@@ -53,7 +64,7 @@ class Case:
 
     def expected(self) -> np.ndarray:
         """Order keys by numpy, with the roundings that herald/select/scan.py asks for."""
-        codes, means = (x.cpu().numpy().astype(np.int64) for x in (self.codes, self.mean_codes))
+        codes, means = self.rows(), self.mean_codes.cpu().numpy().astype(np.int64)
         queries = self.query_codes.cpu().numpy().astype(np.int64)
         scales, lead, reach = (x.cpu().numpy() for x in (self.page_scales, self.lead, self.reach))
         pages, heads, size, _ = codes.shape
@@ -64,19 +75,31 @@ class Case:
                 dot = (128 * of_mean[:, 0] + of_mean[:, 1]).astype(np.float32)
                 unit = reach[head] * scales[page, head, 1]
                 shift = (dot.astype(np.longdouble) * unit + lead[head]).astype(np.float32)
+                dots = codes[page, head] @ queries[head].T
+                if self.row_scales is not None:
+                    unit = reach[head] * self.row_scales[page, head].cpu().numpy()
+                    scores = dots.astype(np.longdouble) * unit[:, None] + shift
+                    out[head, page] = order_keys(scores.astype(np.float32).max(1))
+                    continue
                 unit = reach[head] * scales[page, head, 0]
                 start = np.clip(shift * (np.float32(1) / unit), -(2.0**30), 2.0**30)
-                sums = codes[page, head] @ queries[head].T + np.rint(start).astype(np.int64)
-                score = sums.max(1).astype(np.float32) * unit + np.float32(0)
-                bits = score.view(np.int32)
-                out[head, page] = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+                sums = dots + np.rint(start).astype(np.int64)
+                out[head, page] = order_keys(sums.max(1).astype(np.float32) * unit)
         return out.reshape(heads, pages * size)
 
 
+def order_keys(scores: np.ndarray) -> np.ndarray:
+    bits = (scores + np.float32(0)).view(np.int32)
+    return np.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
 @pytest.mark.parametrize("target", TARGETS, indirect=True)
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("shape", CASES, ids=str)
-def test_keys_are_those_of_the_formula(target: Target, shape: tuple[int, int, int, int, int]) -> None:
-    case = Case(target, shape)
+def test_keys_are_those_of_the_formula(
+    target: Target, bits: int, shape: tuple[int, int, int, int, int]
+) -> None:
+    case = Case(target, shape, bits)
     keys, expected = case.keys(target).cpu().numpy(), case.expected()
     if target.backend == "triton" and target.device == "cpu":
         # The interpreter's fma rounds twice: a start may be off by one unit of its page.
@@ -113,8 +136,8 @@ def test_pages_without_scale_and_queries_that_do_not_count(target: Target) -> No
 def test_shapes_are_checked() -> None:
     case = Case(EVERYWHERE[0].values[0], CASES[1])  # type: ignore[arg-type]
     keys = torch.zeros(2, 191, dtype=torch.int32)
-    arguments = (case.codes, case.mean_codes, case.page_scales, case.query_codes, case.lead, case.reach)
+    arguments = (case.codes, None, case.mean_codes, case.page_scales, case.query_codes, case.lead, case.reach)
     with pytest.raises(ValueError, match="cannot hold 192 rows"):
         score_codes(*arguments, keys, 0)
     with pytest.raises(ValueError, match="lead has shape"):
-        score_codes(*arguments[:4], case.lead[:1], case.reach, torch.zeros(2, 192, dtype=torch.int32), 0)
+        score_codes(*arguments[:5], case.lead[:1], case.reach, torch.zeros(2, 192, dtype=torch.int32), 0)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from herald.config import IndexBits
 from herald.kvstore import HostPool, KeyIndex, RowLayout
 from herald.kvstore.native import find_native
 from herald.select import Selector, device_scan
@@ -24,13 +25,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 class Case:
     """A request in a pool whose other pages hold garbage, with queries for it."""
 
-    def __init__(self, page_size: int, head_dim: int, positions: int, num_pages: int, pin: bool) -> None:
+    def __init__(
+        self, page_size: int, head_dim: int, positions: int, num_pages: int, pin: bool, bits: IndexBits = 8
+    ) -> None:
         rng = np.random.default_rng(page_size * head_dim + positions)
         layout = RowLayout(LAYERS, HEADS, head_dim, page_size, torch.float32)
         self.pool = HostPool(layout, num_pages + 3, pin=False)
         values = rng.standard_normal(self.pool.rows.shape, dtype=np.float32)
         self.pool.rows.copy_(torch.from_numpy(values) + 0.5)
-        self.index = KeyIndex(self.pool, 8, pin=pin)
+        self.index = KeyIndex(self.pool, bits, pin=pin)
         self.index.codes[:] = 255
         # two ranges of pages, the second before the first in memory
         half = num_pages // 2
@@ -54,14 +57,19 @@ class Case:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("small_pieces", [False, True])
 @pytest.mark.parametrize("shape", [(8, 16, 5, 12), (64, 128, 32, 40), (32, 64, 4, 9)], ids=str)
 def test_layers_of_the_device_are_those_of_the_cpu(
-    device: str, small_pieces: bool, shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+    device: str,
+    bits: IndexBits,
+    small_pieces: bool,
+    shape: tuple[int, int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if small_pieces:  # a layer is several pieces, and they are used again
         monkeypatch.setattr(device_scan, "PIECE_BYTES", 3 * HEADS * shape[0] * shape[1])
-    case = Case(*shape, pin=device == "cuda")
+    case = Case(*shape, pin=device == "cuda", bits=bits)
     scan = DeviceScan(native, case.index, torch.device(device), "auto", least=0)
     alone = case.selector()
     rows = shape[0] * shape[3]
@@ -70,7 +78,9 @@ def test_layers_of_the_device_are_those_of_the_cpu(
         for first, last, k in [(0, rows, 7), (4, rows - 3, 11), (shape[0] + 1, rows - shape[0], 5)]:
             expected = alone.select(case.pages, first, last, k, case.queries, case.lse, 0.3)
             job, claims = case.job(first, last, k), native.Claims(LAYERS * HEADS)
-            assert scan.start(job, claims).result() == LAYERS - LAYERS_LEFT
+            share = scan.start(job, claims)
+            share.wait()
+            assert share.layers == LAYERS - LAYERS_LEFT
             assert (job.out[:LAYERS_LEFT] == -1).all()
             assert np.array_equal(job.out[LAYERS_LEFT:], expected[LAYERS_LEFT:])
     finally:
@@ -150,7 +160,7 @@ def test_why_a_device_scans_nothing() -> None:
     layout = RowLayout(1, 1, 16, 8, torch.float32)
     pool = HostPool(layout, 2, pin=False)
     for bits, options, expected in [
-        (4, {}, "8-bit codes, and the index has 4"),
+        (1, {}, "8 and 4 bits, and the index has 1"),
         (8, {"backend": "numba"}, "the extension does not scan here"),
     ]:
         index = KeyIndex(pool, bits)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ CHUNK_PAGES = 64
 
 def score_codes(
     codes: torch.Tensor,
+    row_scales: torch.Tensor | None,
     mean_codes: torch.Tensor,
     page_scales: torch.Tensor,
     query_codes: torch.Tensor,
@@ -28,18 +29,35 @@ def score_codes(
         last = min(first + CHUNK_PAGES, codes.shape[0])
         means = (mean_codes[first:last].float() @ queries).double()
         dot = (128 * means[:, :, 0] + means[:, :, 1]).float()
-        unit = reach * page_scales[first:last, :, 1]
-        # in float64 the product is exact, and the sum rounds once more only where float32 has a tie
-        shift = (dot.double() * unit.double().unsqueeze(-1) + lead.double()).float()
-        unit = reach * page_scales[first:last, :, 0]
-        begin = shift * (1 / unit).unsqueeze(-1)
-        begin = begin.nan_to_num(nan=-FARTHEST_START, posinf=FARTHEST_START, neginf=-FARTHEST_START)
-        begin = begin.clamp(-FARTHEST_START, FARTHEST_START).round().long()
-        dots = (codes[first:last].float() @ queries).long()
-        best = (dots + begin.unsqueeze(2)).amax(3)
-        score = best.float() * unit.unsqueeze(-1)
+        unit = (reach * page_scales[first:last, :, 1]).unsqueeze(-1)
+        shift = _fma(dot, unit, lead)
+        rows = _unpack(codes[first:last], row_scales is None)
+        dots = rows.float() @ queries
+        if row_scales is None:
+            unit = reach * page_scales[first:last, :, 0]
+            begin = shift * (1 / unit).unsqueeze(-1)
+            begin = begin.nan_to_num(nan=-FARTHEST_START, posinf=FARTHEST_START, neginf=-FARTHEST_START)
+            begin = begin.clamp(-FARTHEST_START, FARTHEST_START).round().long()
+            best = (dots.long() + begin.unsqueeze(2)).amax(3)
+            score = best.float() * unit.unsqueeze(-1)
+        else:
+            unit = reach.unsqueeze(-1) * row_scales[first:last]
+            scores = _fma(dots, unit.unsqueeze(-1), shift.unsqueeze(2))
+            score = scores.nan_to_num(nan=float("-inf")).amax(3)
         found = _order_keys(score).transpose(0, 1).flatten(1)
         keys[:, start + first * size : start + last * size] = found
+
+
+def _unpack(codes: torch.Tensor, whole_bytes: bool) -> torch.Tensor:
+    """int8 [..., n] of rows with 8 or 4 bits a dimension."""
+    if whole_bytes:
+        return codes.view(torch.int8)
+    return torch.cat([codes & 15, codes >> 4], -1).to(torch.int8) - 8
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c of float32, rounded once: in float64 the product is exact."""
+    return (a.double() * b.double() + c.double()).float()
 
 
 def _order_keys(score: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of `score_codes`: one makes the starts of every page and query, the other the dots.
+"""Triton kernels of `score_codes`: one makes what sums of a page and query begin with, the other the dots.
 
-Keys are the left operand and queries the right one, both contiguous in n, as the int8 products of Hopper want
-them; the largest of a row never leaves the registers.
+With 8 bits sums begin with an integer, with 4 with a float. Keys are the left operand and queries the right
+one, both contiguous in n, as the int8 products of Hopper want them; the largest of a row never leaves the
+registers.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ def _round_to_even(value):
 
 
 @triton.jit
-def _load_codes(base, first, limit, N, COUNT: tl.constexpr, DIM: tl.constexpr):
-    """int8 [COUNT, DIM] of rows ``first ..`` of a matrix [limit, N]; 0 outside."""
+def _load_codes(base, first, limit, stride, column, N, COUNT: tl.constexpr, DIM: tl.constexpr):
+    """Bytes [COUNT, DIM] of rows ``first ..`` and N columns from ``column`` of a matrix [limit, stride]."""
     row = first + tl.arange(0, COUNT)
     d = tl.arange(0, DIM)
     inside = (row < limit)[:, None] & (d < N)[None, :]
-    return tl.load(base + row[:, None].to(tl.int64) * N + d[None, :], mask=inside, other=0)
+    return tl.load(base + row[:, None].to(tl.int64) * stride + column + d[None, :], mask=inside, other=0)
 
 
 @triton.jit(do_not_specialize=["num_pages"])
 def _starts_kernel(
     mean_codes, page_scales, query_codes, lead, reach, starts, num_pages, heads, width, N,
-    PAGES: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+    PAGES: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     FARTHEST: tl.constexpr = 1073741824.0
     head = tl.program_id(1)
@@ -52,62 +53,95 @@ def _starts_kernel(
     at = mean_codes + block[:, None] * (2 * N) + d[None, :]
     high = tl.load(at, mask=inside, other=0)
     low = tl.load(at + N, mask=inside, other=0)
-    query = tl.trans(_load_codes(query_codes + head.to(tl.int64) * width * N, first, width, N, WIDTH, DIM))
+    queries = query_codes + head.to(tl.int64) * width * N
+    query = tl.trans(_load_codes(queries, first, width, N, 0, N, WIDTH, DIM))
     dot = 128 * tl.dot(high, query, out_dtype=tl.int32) + tl.dot(low, query, out_dtype=tl.int32)
     of_head = tl.load(reach + head)
     unit = of_head * tl.load(page_scales + 2 * block + 1, mask=page < num_pages, other=0.0)
     ahead = tl.load(lead + head * width + q, mask=q < width, other=float("-inf"))
     product, ahead = tl.broadcast(dot.to(tl.float32), ahead[None, :])
     unit, _ = tl.broadcast(unit[:, None], product)
-    shift = tl.fma(product, unit, ahead)
-    unit = of_head * tl.load(page_scales + 2 * block, mask=page < num_pages, other=0.0)
-    start = shift * tl.math.div_rn(tl.full([PAGES], 1.0, tl.float32), unit)[:, None]
-    # comparisons with NaN are false: it starts at the far end
-    start = tl.where(start > -FARTHEST, start, -FARTHEST)
-    start = tl.where(start < FARTHEST, start, FARTHEST)
+    start = tl.fma(product, unit, ahead)
+    if BITS == 8:
+        unit = of_head * tl.load(page_scales + 2 * block, mask=page < num_pages, other=0.0)
+        start = start * tl.math.div_rn(tl.full([PAGES], 1.0, tl.float32), unit)[:, None]
+        # comparisons with NaN are false: it starts at the far end
+        start = tl.where(start > -FARTHEST, start, -FARTHEST)
+        start = tl.where(start < FARTHEST, start, FARTHEST)
+        start = _round_to_even(start).to(tl.int32)
+    else:
+        start = tl.where(start != start, float("-inf"), start)
     to = starts + (head.to(tl.int64) * num_pages + page[:, None]) * width + q[None, :]
-    inside = (page < num_pages)[:, None] & (q < width)[None, :]
-    tl.store(to, _round_to_even(start).to(tl.int32), mask=inside)
+    tl.store(to, start, mask=(page < num_pages)[:, None] & (q < width)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_pages", "stride", "first_key"])
 def _keys_kernel(
-    codes, starts, page_scales, query_codes, reach, keys, num_pages, heads, width, N, size, stride, first_key,
-    PAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
-    DIM: tl.constexpr,
+    codes, row_scales, starts, page_scales, query_codes, reach, keys, num_pages, heads, width, N, size,
+    stride, first_key, PAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     LOWEST: tl.constexpr = -2147483648
+    LEAST: tl.constexpr = float("-inf")
     head = tl.program_id(1)
     queries = query_codes + head.to(tl.int64) * width * N
+    row_bytes = N * BITS // 8
     of_head = tl.load(reach + head)
-    query = tl.trans(_load_codes(queries, 0, width, N, WIDTH, DIM))
+    # With 4 bits a byte holds dimensions i and i + N / 2: two products of half the depth.
+    query = tl.trans(_load_codes(queries, 0, width, N, 0, row_bytes, WIDTH, DIM))
+    upper = query
+    if BITS == 4:
+        upper = tl.trans(_load_codes(queries, 0, width, N, row_bytes, row_bytes, WIDTH, DIM))
     for step in range(PAGES * PARTS):
         page = tl.program_id(0) * PAGES + step // PARTS
         if page < num_pages:
             row = (step % PARTS) * ROWS
             block = page.to(tl.int64) * heads + head
-            rows = _load_codes(codes + block * size * N, row, size, N, ROWS, DIM)
-            best = tl.full([ROWS], LOWEST, tl.int32)
+            rows = _load_codes(
+                codes + block * size * row_bytes, row, size, row_bytes, 0, row_bytes, ROWS, DIM
+            )
+            within = row + tl.arange(0, ROWS)
+            largest = tl.full([ROWS], LOWEST, tl.int32)
+            score = tl.full([ROWS], LEAST, tl.float32)
+            if BITS == 8:
+                low = rows.to(tl.int8, bitcast=True)
+                unit = tl.full([ROWS], 0.0, tl.float32) + of_head * tl.load(page_scales + 2 * block)
+                high = low
+            else:
+                low = (rows & 15).to(tl.int8) - 8
+                high = (rows >> 4).to(tl.int8) - 8
+                scale = tl.load(row_scales + block * size + within, mask=within < size, other=0.0)
+                unit = of_head * scale
             for chunk in tl.static_range(CHUNKS):
-                if chunk > 0:
-                    query = tl.trans(_load_codes(queries, chunk * WIDTH, width, N, WIDTH, DIM))
+                if CHUNKS > 1:
+                    query = tl.trans(_load_codes(queries, chunk * WIDTH, width, N, 0, row_bytes, WIDTH, DIM))
                 q = chunk * WIDTH + tl.arange(0, WIDTH)
-                at = starts + (head.to(tl.int64) * num_pages + page) * width + q
-                start = tl.load(at, mask=q < width, other=-1073741824)
-                sums = tl.dot(rows, query, out_dtype=tl.int32) + start[None, :]
-                best = tl.maximum(best, tl.max(sums, 1))
-            if CHUNKS > 1:
-                query = tl.trans(_load_codes(queries, 0, width, N, WIDTH, DIM))
-            score = best.to(tl.float32) * (of_head * tl.load(page_scales + 2 * block))
+                of_page = starts + (head.to(tl.int64) * num_pages + page) * width + q
+                dots = tl.dot(low, query, out_dtype=tl.int32)
+                if BITS == 8:
+                    start = tl.load(of_page, mask=q < width, other=-1073741824)
+                    largest = tl.maximum(largest, tl.max(dots + start[None, :], 1))
+                else:
+                    if CHUNKS > 1:
+                        upper = tl.trans(
+                            _load_codes(queries, chunk * WIDTH, width, N, row_bytes, row_bytes, WIDTH, DIM)
+                        )
+                    dots = tl.dot(high, upper, dots, out_dtype=tl.int32)
+                    start = tl.load(of_page, mask=q < width, other=LEAST)
+                    product, shift = tl.broadcast(dots.to(tl.float32), start[None, :])
+                    by, _ = tl.broadcast(unit[:, None], product)
+                    score = tl.maximum(score, tl.max(tl.fma(product, by, shift), 1))
+            if BITS == 8:
+                score = largest.to(tl.float32) * unit
             bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
             key = tl.where(score != score, LOWEST, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-            within = row + tl.arange(0, ROWS)
             to = keys + head.to(tl.int64) * stride + first_key + page * size + within
             tl.store(to, key, mask=within < size)
 
 
 def score_codes(
     codes: torch.Tensor,
+    row_scales: torch.Tensor | None,
     mean_codes: torch.Tensor,
     page_scales: torch.Tensor,
     query_codes: torch.Tensor,
@@ -117,19 +151,21 @@ def score_codes(
     start: int,
 ) -> None:
     """See `herald_kernels.score_codes`."""
-    pages, heads, size, n = codes.shape
-    width = query_codes.shape[1]
-    dim = max(n, 32)
+    pages, heads, size, row_bytes = codes.shape
+    width, n = query_codes.shape[1:]
+    bits = 8 if row_scales is None else 4
     block = min(MAX_WIDTH, triton.next_power_of_2(width))
     chunks = triton.cdiv(width, block)
     rows = max(16, min(MAX_ROWS, triton.next_power_of_2(size)))
-    starts = torch.empty(heads, pages, width, dtype=torch.int32, device=codes.device)
+    kind = torch.int32 if bits == 8 else torch.float32
+    starts = torch.empty(heads, pages, width, dtype=kind, device=codes.device)
     _starts_kernel[(triton.cdiv(pages, START_PAGES), heads, chunks)](
         mean_codes, page_scales, query_codes, lead, reach, starts, pages, heads, width, n,
-        PAGES=START_PAGES, WIDTH=block, DIM=dim, num_warps=4,
+        PAGES=START_PAGES, WIDTH=block, DIM=max(n, 32), BITS=bits, num_warps=4,
     )  # fmt: skip
     _keys_kernel[(triton.cdiv(pages, PAGES), heads)](
-        codes, starts, page_scales, query_codes, reach, keys, pages, heads, width, n, size, keys.shape[1],
-        start, PAGES=PAGES, ROWS=rows, PARTS=triton.cdiv(size, rows), WIDTH=block, CHUNKS=chunks, DIM=dim,
+        codes, reach if row_scales is None else row_scales, starts, page_scales, query_codes, reach, keys,
+        pages, heads, width, n, size, keys.shape[1], start, PAGES=PAGES, ROWS=rows,
+        PARTS=triton.cdiv(size, rows), WIDTH=block, CHUNKS=chunks, DIM=max(row_bytes, 32), BITS=bits,
         num_warps=4,
     )  # fmt: skip
