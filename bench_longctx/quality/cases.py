@@ -11,7 +11,7 @@ from bench_longctx.tasks import forms, qa, ruler, structured
 from bench_longctx.tasks.haystack import Haystack
 from herald.errors import InvalidOption
 
-# What runs where no task is named: in bytes what `tiny` was trained on, and the two hard ones in its wording.
+# What runs where no task is named: in bytes what `tiny` was trained on.
 BYTE_TASKS = (*tasks.TASKS, *structured.TASKS)
 TOKEN_TASKS = ruler.TASKS
 
@@ -59,7 +59,8 @@ def generate(
 
     Args:
         limit: positions the model has. A case that would not fit with its answer is made that much shorter.
-        max_tokens: an answer of a byte-level task may take; others bring their own.
+        max_tokens: an answer of a byte-level task may take (`json` and `pairs`: at least what they need);
+            others bring their own.
         data: folder with RULER's question sets, for `qa_1` and `qa_2`.
 
     Raises:
@@ -89,12 +90,11 @@ def generate(
 
 def _of_bytes(task: str, length: int, key: str, limit: int, max_tokens: int, haystack: Haystack) -> Case:
     rng = random.Random(key)
-    room = min(length, limit - max_tokens)
-    if task in structured.TASKS:
-        example = structured.make(task, room, rng, haystack)
-    else:
-        example = tasks.make(task, room, rng, haystack)
-    metric = task if task in structured.TASKS else "items"
+    many = task in structured.TASKS
+    max_tokens = max(max_tokens, structured.ANSWER_BYTES) if many else max_tokens
+    make = structured.make if many else tasks.make
+    example = make(task, min(length, limit - max_tokens), rng, haystack)
+    metric = task if many else "items"
     return Case(
         task,
         example.prompt,

@@ -13,9 +13,10 @@ import torch
 from bench_longctx.quality import cases, files, methods, metrics
 from bench_longctx.quality.cases import Case
 from bench_longctx.quality.statistics import wilson
-from bench_longctx.tasks import ruler
+from bench_longctx.tasks import ruler, structured
 from bench_longctx.tasks.forms import BytesForm, PromptForm, TokensForm
 from herald import LLM, EngineConfig, RequestOutput, SamplingParams
+from herald.engine.trace import Span
 from herald.errors import InvalidOption, UsageError
 
 # The share of a score above which it counts as right: the metrics divide.
@@ -139,9 +140,11 @@ def run_job(
         limit = llm.engine.max_model_len // block * block
         for task in tasks:
             made = cases_of(task, job.length, settings, form, limit)
+            llm.engine.trace.clear()
             began = time.perf_counter()
             outputs = generate(llm, made, settings)
             cell = cell_of(made, outputs, time.perf_counter() - began)
+            cell["cost"]["lookahead_step"] = mean_lookahead_step(llm.engine.trace.spans())
             said(f"{job.key(task)}: {cell['score']:.1%} in {cell['seconds']:.0f} s")
             yield job.key(task), {**asdict(job), "task": task, **cell}
 
@@ -188,7 +191,7 @@ def cell_of(made: Sequence[Case], outputs: Sequence[RequestOutput], seconds: flo
         "answers": answers,
     }
     if made[0].metric == "pairs":
-        counts = [metrics.pair_counts(answer, case) for answer, case in zip(answers, made)]
+        counts = [structured.pair_counts(answer, case.facts) for answer, case in zip(answers, made)]
         cell["pairs_correct"] = sum(correct for correct, _ in counts)
         cell["pairs_written"] = sum(written for _, written in counts)
         cell["pairs_asked"] = sum(case.asked for case in made)
@@ -214,6 +217,12 @@ def cost_of(outputs: Sequence[RequestOutput]) -> dict[str, float]:
         "lookaheads": sum(m.lookaheads for m in measured),
         "boundary_selections": sum(m.boundary_selections for m in measured),
     }
+
+
+def mean_lookahead_step(spans: Sequence[Span]) -> float | None:
+    """Step of its block in which a look-ahead ran, on average; None without look-aheads."""
+    steps = [span.step for span in spans if span.lookahead]
+    return sum(steps) / len(steps) if steps else None
 
 
 def check(settings: Settings, jobs: Sequence[Job]) -> None:

@@ -8,7 +8,6 @@ paper (arXiv 2308.14508, table 1) and evaluation script. ROUGE-L takes the packa
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import string
 from collections import Counter
@@ -17,6 +16,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from bench_longctx.quality.cases import Case
+from bench_longctx.tasks import structured
 from herald.errors import UsageError
 
 _CHINESE_PUNCTUATION = (
@@ -49,53 +49,14 @@ def any_reference(answer: str, case: Case) -> float:
 
 
 def json_values(answer: str, case: Case) -> float:
-    """Share of the asked keys whose value is right, of the first JSON object in the answer (ours). An object
-    that is cut off counts as far as it goes; a key that was not asked for counts as a wrong one."""
-    given = read_object(answer)
-    keys = [key for key, value in case.facts.items() if value in case.references]
-    right = sum(given.get(key) == case.facts[key] for key in keys)
-    extra = sum(key not in keys for key in given)
-    return right / max(len(keys) + extra, 1)
+    """Share of the asked keys whose value is right (ours): see `structured.values_right`."""
+    return structured.values_right(answer, case.facts, case.references)
 
 
 def own_pairs(answer: str, case: Case) -> float:
-    """Correct pairs / pairs written (ours, after the test in which a model goes on by itself): see
-    `pair_counts`."""
-    right, written = pair_counts(answer, case)
-    return right / written if written else 0.0
-
-
-def pair_counts(answer: str, case: Case) -> tuple[int, int]:
-    """(correct pairs, pairs written): ``key: value``, one a line or between semicolons. A key that was
-    written before is no new pair: written, not correct."""
-    facts = {_bare(key): value for key, value in case.facts.items()}
-    right = written = 0
-    seen: set[str] = set()
-    for piece in re.split(r"[;\n]", answer):
-        key, colon, value = piece.partition(": ")
-        if not colon or not value.strip():
-            continue
-        written += 1
-        name = _bare(re.sub(r"^\s*(?:[-*]|\d+[.)])\s+", "", key))
-        right += name not in seen and facts.get(name) == value.strip().rstrip(".,")
-        seen.add(name)
-    return right, written
-
-
-def _bare(key: str) -> str:
-    return key.strip().lower().removeprefix("the ")
-
-
-def read_object(text: str) -> dict[str, str]:
-    """The pairs of the first JSON object in ``text``, as strings, whole or cut off; empty without one."""
-    begin = text.find("{")
-    if begin < 0:
-        return {}
-    try:
-        found, _ = json.JSONDecoder().raw_decode(text[begin:])
-        return {str(key): str(value) for key, value in found.items()}
-    except ValueError:
-        return dict(re.findall(r'"([^"\\]*)"\s*:\s*"([^"\\]*)"', text[begin:]))
+    """Share of the pairs written or asked for that are the document's, each counted once (ours): see
+    `structured.pairs_right`."""
+    return structured.pairs_right(answer, case.facts, case.asked)
 
 
 def qa_f1(answer: str, case: Case) -> float:

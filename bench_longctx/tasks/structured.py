@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
+from collections.abc import Sequence
 
 from . import Example, wording
 from .document import Document, Fact, Question
@@ -22,6 +24,8 @@ from .haystack import Haystack
 TASKS = ("json", "pairs")
 ASKED = 8
 FACTS = (12, 40)
+# An answer in bytes is never longer.
+ANSWER_BYTES = 288
 
 JSON_QUESTIONS = (
     "Give the {a}s of {ks} as JSON.",
@@ -95,6 +99,72 @@ def ask_pairs(document: Document, count: int) -> Question:
     text = document.rng.choice(PAIRS_QUESTIONS).format(a=facts[0].attribute, n=count)
     answer = "; ".join(f"{f.key}: {f.value}" for f in facts)
     return Question("pairs", text, answer, tuple(f.value for f in facts))
+
+
+def score(example: Example, output: str) -> tuple[bool, float]:
+    """Whether the answer is right as a whole, and the share of it that is; as `bench_longctx.tasks.score`."""
+    facts = example.meta["facts"]
+    if example.task == "json":
+        share = values_right(output, facts, example.meta["items"])
+    else:
+        share = pairs_right(output, facts, example.meta["asked"])
+    return share == 1, share
+
+
+def values_right(answer: str, facts: dict[str, str], values: Sequence[str]) -> float:
+    """Share of the asked keys whose value is right, of the first JSON object in the answer.
+
+    An object that is cut off counts as far as it goes; a key that was not asked for counts as a wrong one.
+
+    Args:
+        facts: {key: value}, all there are.
+        values: of the keys that were asked for.
+    """
+    given = read_object(answer)
+    keys = [key for key, value in facts.items() if value in values]
+    right = sum(given.get(key) == facts[key] for key in keys)
+    extra = sum(key not in keys for key in given)
+    return right / max(len(keys) + extra, 1)
+
+
+def pairs_right(answer: str, facts: dict[str, str], asked: int) -> float:
+    """Correct pairs / pairs written or asked for, whichever are more: 1 when every pair is one of the
+    document, none comes twice, and they are as many as were asked for."""
+    right, written = pair_counts(answer, facts)
+    return min(right, asked) / max(written, asked, 1)
+
+
+def pair_counts(answer: str, facts: dict[str, str]) -> tuple[int, int]:
+    """(correct pairs, pairs written): ``key: value``, one a line or between semicolons. A key that was
+    written before is no new pair: written, not correct."""
+    known = {_bare(key): value for key, value in facts.items()}
+    right = written = 0
+    seen: set[str] = set()
+    for piece in re.split(r"[;\n]", answer):
+        key, colon, value = piece.partition(": ")
+        if not colon or not value.strip():
+            continue
+        written += 1
+        name = _bare(re.sub(r"^\s*(?:[-*]|\d+[.)])\s+", "", key))
+        right += name not in seen and known.get(name) == value.strip().rstrip(".,")
+        seen.add(name)
+    return right, written
+
+
+def read_object(text: str) -> dict[str, str]:
+    """The pairs of the first JSON object in ``text``, as strings, whole or cut off; empty without one."""
+    begin = text.find("{")
+    if begin < 0:
+        return {}
+    try:
+        found, _ = json.JSONDecoder().raw_decode(text[begin:])
+        return {str(key): str(value) for key, value in found.items()}
+    except ValueError:
+        return dict(re.findall(r'"([^"\\]*)"\s*:\s*"([^"\\]*)"', text[begin:]))
+
+
+def _bare(key: str) -> str:
+    return key.strip().lower().removeprefix("the ")
 
 
 def facts_for(count: int, rng: random.Random) -> dict[str, str]:

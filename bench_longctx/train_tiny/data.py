@@ -10,14 +10,15 @@ from multiprocessing.sharedctypes import Synchronized
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ..tasks import TASKS, wording
+from ..tasks import TASKS, structured, wording
 from ..tasks.document import Document, Question
 from ..tasks.haystack import Haystack
 from .packing import BLOCK, Packed
 from .tokenizer import EOS, MASK, PAD
 
-KINDS = (*TASKS, "end")
-END_KIND = len(TASKS)
+ASKED = (*TASKS, *structured.TASKS)
+KINDS = (*ASKED, "end")
+END_KIND = len(ASKED)
 
 # (share of the schedule where the stage ends, [(shortest, longest document in bytes, share of the tokens)])
 STAGES = (
@@ -27,7 +28,14 @@ STAGES = (
     (0.80, ((192, 1024, 0.3), (1024, 4096, 0.3), (6000, 8192, 0.4))),
     (1.0, ((256, 2048, 0.3), (4096, 8192, 0.3), (12000, 16384, 0.25), (26000, 32200, 0.15))),
 )
-ASK_WEIGHTS = {"single": 4.0, "values": 2.6, "queries": 2.0, "chain": 2.6, "sentence": 0.8}
+ASK_WEIGHTS = {
+    "single": 4.0,
+    "values": 2.6,
+    "queries": 2.0,
+    "chain": 2.6,
+    "sentence": 0.8,
+    **dict.fromkeys(structured.TASKS, 0.8),
+}
 SENTENCE_WEIGHT = 0.4
 END_WEIGHT = 0.15
 
@@ -54,12 +62,24 @@ def training_document(size: int, rng: random.Random, haystack: Haystack) -> Docu
     return document
 
 
-def questions(document: Document, count: int) -> list[Question]:
-    """Up to `count` questions; no group or chain is asked for twice, a single fact only after all others."""
+def ask_weights(factor: float) -> dict[str, float]:
+    """`ASK_WEIGHTS` with those of `json` and `pairs` times `factor`."""
+    return {
+        name: weight * (factor if name in structured.TASKS else 1) for name, weight in ASK_WEIGHTS.items()
+    }
+
+
+def questions(document: Document, count: int, weights: dict[str, float] | None = None) -> list[Question]:
+    """Up to `count` questions; no group or chain is asked for twice, a single fact only after all others.
+
+    weights: how often each kind is asked relative to the others, `ASK_WEIGHTS` unless given.
+    """
+    weights = weights or ASK_WEIGHTS
     rng = document.rng
     groups = rng.sample(document.groups, len(document.groups))
     chains = rng.sample(document.chains, len(document.chains))
     singles: list = []
+    common = len(structured.common_facts(document))
     out: list[Question] = []
     for _ in range(count):
         able = [
@@ -68,9 +88,11 @@ def questions(document: Document, count: int) -> list[Question]:
             ("queries", len(document.singles) > 1),
             ("values", groups),
             ("chain", chains),
+            ("json", common > 1),
+            ("pairs", common > 1),
         ]
         names = [name for name, possible in able if possible]
-        name = rng.choices(names, [ASK_WEIGHTS[n] for n in names])[0]
+        name = rng.choices(names, [weights[n] for n in names])[0]
         if name == "single":
             singles = singles or rng.sample(document.singles, len(document.singles))
             out.append(document.ask_single("needle" if len(document.singles) <= 4 else "keys", singles.pop()))
@@ -80,6 +102,10 @@ def questions(document: Document, count: int) -> list[Question]:
             out.append(document.ask_group(groups.pop()))
         elif name == "chain":
             out.append(document.ask_chain(chains.pop()))
+        elif name == "json":
+            out.append(structured.ask_json(document, rng.randint(2, min(structured.ASKED, common))))
+        elif name == "pairs":
+            out.append(structured.ask_pairs(document, rng.randint(2, min(structured.ASKED, common))))
         elif (question := document.ask_sentence()) is not None:
             out.append(question)
     return out
@@ -166,14 +192,22 @@ class RowPacker:
             row.tokens[at + i - start] = MASK
             row.slots[n], row.targets[n] = at + i - start, tokens[i]
             row.weights[n] = weight if i < end + 1 else END_WEIGHT
-            row.kinds[n] = TASKS.index(task) if i < end else END_KIND
+            row.kinds[n] = ASKED.index(task) if i < end else END_KIND
             self.losses += 1
 
 
 class Rows(IterableDataset):
     """An endless stream of packed rows; the curriculum follows `progress`, shared between processes."""
 
-    def __init__(self, haystack: Haystack, size: int, progress: Synchronized, seed: int, longest: int):
+    def __init__(
+        self,
+        haystack: Haystack,
+        size: int,
+        progress: Synchronized,
+        seed: int,
+        longest: int,
+        structured_weight: float = 1.0,
+    ):
         self.haystack, self.size, self.progress, self.seed, self.longest = (
             haystack,
             size,
@@ -181,6 +215,7 @@ class Rows(IterableDataset):
             seed,
             longest,
         )
+        self.weights = ask_weights(structured_weight)
 
     def __iter__(self) -> Iterator[Packed]:
         info = get_worker_info()
@@ -206,7 +241,8 @@ class Rows(IterableDataset):
             size = int(math.exp(rng.uniform(math.log(lo), math.log(hi))))
             document = training_document(size, rng, self.haystack)
             before = packer.room
-            packer.add(document, questions(document, round(min(32, max(4, 1.1 * size**0.34)))))
+            count = round(min(32, max(4, 1.1 * size**0.34)))
+            packer.add(document, questions(document, count, self.weights))
             spent[lo] = spent.get(lo, 0.0) + before - packer.room
         return packer.row
 

@@ -18,10 +18,13 @@ if __name__ == "__main__":
 import torch
 
 from bench_longctx import tasks
+from bench_longctx.tasks import structured
 from bench_longctx.tasks.haystack import Haystack
 from bench_longctx.train_tiny import tokenizer
 from bench_longctx.train_tiny.decode import generate
 from bench_longctx.train_tiny.model import TinySDAR
+
+TASKS = (*tasks.TASKS, *structured.TASKS)
 
 
 def evaluate(
@@ -34,12 +37,19 @@ def evaluate(
     """
     began = time.perf_counter()
     rng = random.Random(seed + length)
-    examples = [tasks.make(task, length, rng, haystack) for task in tasks.TASKS for _ in range(count)]
-    outputs, forwards = generate(model, [tokenizer.encode(e.prompt) for e in examples], row_tokens=row_tokens)
+    examples = [
+        module.make(task, length, rng, haystack)
+        for module in (tasks, structured)
+        for task in module.TASKS
+        for _ in range(count)
+    ]
+    outputs, forwards = generate(
+        model, [tokenizer.encode(e.prompt) for e in examples], structured.ANSWER_BYTES, row_tokens=row_tokens
+    )
     result: dict = {}
-    for task in tasks.TASKS:
+    for task in TASKS:
         scored = [(e, tokenizer.decode(o)) for e, o in zip(examples, outputs, strict=True) if e.task == task]
-        points = [tasks.score(e, o) for e, o in scored]
+        points = [(structured if task in structured.TASKS else tasks).score(e, o) for e, o in scored]
         failures = [
             (e.answer, o.strip()) for (e, o), (exact, _) in zip(scored, points, strict=True) if not exact
         ]
@@ -49,7 +59,7 @@ def evaluate(
             "count": count,
             "failures": failures[:2],
         }
-    mean = sum(result[t]["exact"] for t in tasks.TASKS) / len(tasks.TASKS)
+    mean = sum(result[t]["exact"] for t in TASKS) / len(TASKS)
     return result | {
         "exact": round(mean, 3),
         "forwards": forwards,
@@ -59,7 +69,7 @@ def evaluate(
 
 def line(result: dict) -> str:
     """One line of figures."""
-    return " ".join(f"{t} {result[t]['exact']:.2f}/{result[t]['items']:.2f}" for t in tasks.TASKS)
+    return " ".join(f"{t} {result[t]['exact']:.2f}/{result[t]['items']:.2f}" for t in TASKS)
 
 
 def main() -> None:

@@ -1,24 +1,26 @@
 """Train the bundled model `tiny` on retrieval tasks.
 
-    python bench_longctx/train_tiny/train.py --seconds 900 --data .train_data --out DIR [--resume DIR]
+    python bench_longctx/train_tiny/train.py --seconds 900 --data .train_data --out DIR
+    python bench_longctx/train_tiny/train.py --from herald/models/tiny_weights --seconds 480 --out DIR
+    python bench_longctx/train_tiny/train.py --resume DIR --out DIR
 
 The schedule (length curriculum and learning rate) follows training seconds; compiling, evaluation and saving
-are not counted in them, but logged. `--max-seconds-this-run` limits the wall time of the process: the run
-then saves and ends, and `--resume` continues it where it stood. DIR gets log.jsonl, eval.json,
-ckpt_*.safetensors and, when the schedule is done, plot.png and tiny.tar (the exported checkpoint folder).
+are not counted in them, but logged. `--from` begins with the weights of an exported folder, a new optimiser
+and the last part of the curriculum. `--max-seconds-this-run` limits the wall time of the process: the run
+then saves and ends, and `--resume` goes on with it where it stood, on the schedule it has. DIR gets
+log.jsonl, eval.json, ckpt_*.safetensors and, when the schedule is done, plot.png and tiny/, the exported
+checkpoint folder.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import multiprocessing
 import os
 import sys
-import tarfile
-import tempfile
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -32,16 +34,10 @@ from bench_longctx.train_tiny import checkpoint, data, evaluate, export
 from bench_longctx.train_tiny.model import TinyConfig, TinySDAR
 from bench_longctx.train_tiny.optimizer import MuonAdam
 from bench_longctx.train_tiny.packing import Packed, attention_mask
+from bench_longctx.train_tiny.schedule import Schedule
 
 STARTED = time.perf_counter()
-WARMUP, DECAY_FROM, FLOOR = 0.02, 0.62, 0.02
-
-
-def rate(progress: float) -> float:
-    """Learning-rate factor: warm-up, constant, linear decay at the end."""
-    if progress < WARMUP:
-        return (progress + 1e-3) / WARMUP
-    return 1.0 if progress < DECAY_FROM else FLOOR + (1 - FLOOR) * max(0.0, 1 - progress) / (1 - DECAY_FROM)
+SECONDS = 900.0
 
 
 def head_loss(
@@ -65,26 +61,33 @@ class Trainer:
         saved = (
             checkpoint.progress(args.resume)
             if args.resume
-            else {"trained": 0.0, "step": 0, "tokens": 0, "history": {}}
+            else {
+                "trained": 0.0,
+                "step": 0,
+                "tokens": 0,
+                "history": {},
+                "schedule": asdict(schedule_of(args)),
+            }
         )
+        self.schedule = Schedule(**saved["schedule"])
         self.trained, self.step, self.tokens, self.history = (
             saved[k] for k in ("trained", "step", "tokens", "history")
         )
-        self.progress = multiprocessing.Value("d", self.trained / args.seconds)
+        self.curriculum = multiprocessing.Value("d", self.schedule.curriculum(self.progress))
         rows = data.Rows(
             Haystack.load(args.data / "train.txt.xz"),
             args.tokens,
-            self.progress,
+            self.curriculum,
             args.seed + saved["step"],
             args.longest,
+            self.schedule.structured,
         )
         # The worker processes start before the GPU is touched.
         self.rows = iter(data.loader(rows, args.workers))
         args.out.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(args.seed)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = checkpoint.load_model(args.resume) if args.resume else TinySDAR(config)
-        self.model = model.to(self.device)
+        self.model = self._first_model(config).to(self.device)
         self.optimizer = MuonAdam(self.model, args.muon_lr, args.adam_lr)
         if args.resume:
             checkpoint.load_optimizer(args.resume, self.optimizer, self.step)
@@ -99,6 +102,16 @@ class Trainer:
                 layer.compile(dynamic=False)
             self.head = torch.compile(head_loss, dynamic=False)
         self.aside: dict[str, float] = {}
+
+    def _first_model(self, config: TinyConfig) -> TinySDAR:
+        if self.args.resume:
+            return checkpoint.load_model(self.args.resume)
+        return export.read(self.args.weights) if self.args.weights else TinySDAR(config)
+
+    @property
+    def progress(self) -> float:
+        """Share of the schedule that is done."""
+        return min(1.0, self.trained / self.schedule.seconds)
 
     @property
     def wall(self) -> float:
@@ -133,7 +146,12 @@ class Trainer:
             p.grad = None
         self.sync()
         self.aside["compile_s"] = round(time.perf_counter() - began, 1)
-        self.note(event="ready", parameters=sum(p.numel() for p in self.model.parameters()), **self.aside)
+        self.note(
+            event="ready",
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            schedule=asdict(self.schedule),
+            **self.aside,
+        )
 
     def sync(self) -> None:
         """Wait for the device."""
@@ -173,7 +191,7 @@ class Trainer:
                 "step": self.step,
                 "tokens": self.tokens,
                 "history": self.history,
-                "seconds": self.args.seconds,
+                "schedule": asdict(self.schedule),
             },
         )
 
@@ -181,17 +199,17 @@ class Trainer:
         """Train until the schedule or this run's time is over. Returns whether the schedule is done."""
         args = self.args
         self.warm()
-        stage = data.stage_at(self.progress.value)
+        stage = data.stage_at(self.curriculum.value)
         counts, losses, waited = torch.zeros(len(data.KINDS), 2, device=self.device), [], 0.0
         saved = logged = mark = time.perf_counter()
         logged_step, events = self.step, []
-        while self.trained < args.seconds and self.wall < args.max_seconds_this_run - args.reserve:
+        while self.progress < 1 and self.wall < args.max_seconds_this_run - args.reserve:
             before = time.perf_counter()
             row = next(self.rows).to(self.device)
             waited += time.perf_counter() - before
             loss, seen = self.loss(row)
             loss.backward()
-            self.optimizer.step(rate(self.progress.value))
+            self.optimizer.step(self.schedule.rate(self.progress))
             losses.append(loss.detach())
             counts += seen
             self.step += 1
@@ -203,13 +221,13 @@ class Trainer:
                     events.pop(0).synchronize()
             now = time.perf_counter()
             self.trained += now - mark
-            self.progress.value = min(1.0, self.trained / args.seconds)
+            self.curriculum.value = self.schedule.curriculum(self.progress)
             if now - logged > args.log_every:
                 share = (counts[:, 0] / counts[:, 1].clamp(min=1)).tolist()
                 self.note(
                     stage=stage,
                     loss=round(torch.stack(losses).mean().item(), 4),
-                    rate=round(rate(self.progress.value), 3),
+                    rate=round(self.schedule.rate(self.progress), 3),
                     tokens_per_s=round((self.step - logged_step) * args.tokens / (now - logged)),
                     data_wait=round(waited / (now - logged), 3),
                     accuracy={k: round(a, 3) for k, a in zip(data.KINDS, share, strict=True)},
@@ -217,8 +235,8 @@ class Trainer:
                 counts.zero_()
                 losses, waited, logged, logged_step = [], 0.0, now, self.step
             mark = now
-            reached = data.stage_at(self.progress.value)
-            if reached != stage and self.progress.value < 1:
+            reached = data.stage_at(self.curriculum.value)
+            if reached != stage and self.progress < 1:
                 self.evaluate(
                     [n for n in args.stage_lengths if n <= 4 * max(hi for _, hi, _ in data.STAGES[stage][1])],
                     args.stage_count,
@@ -233,18 +251,15 @@ class Trainer:
                 saved = mark = time.perf_counter()
         self.sync()
         self.save()
-        return self.trained >= args.seconds
+        return self.progress >= 1
 
 
-def write_tar(model: TinySDAR, path: Path) -> None:
-    """Export the model as a tar of one folder `tiny`."""
-    with tempfile.TemporaryDirectory() as folder:
-        export.write(model, Path(folder))
-        with tarfile.open(path, "w") as tar:
-            for file in sorted(Path(folder).iterdir()):
-                info = tarfile.TarInfo(f"tiny/{file.name}")
-                info.size = file.stat().st_size
-                tar.addfile(info, io.BytesIO(file.read_bytes()))
+def schedule_of(args: argparse.Namespace) -> Schedule:
+    """The schedule that the options ask for."""
+    seconds = SECONDS if args.seconds is None else args.seconds
+    schedule = Schedule.continued(seconds) if args.weights else Schedule.from_nothing(seconds)
+    named = {"begin": args.begin, "peak": args.peak, "structured": args.structured}
+    return replace(schedule, **{name: value for name, value in named.items() if value is not None})
 
 
 def plot(log: Path, path: Path) -> None:
@@ -269,10 +284,10 @@ def plot(log: Path, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--seconds", type=float, default=900, help="training seconds of the whole schedule")
+    p.add_argument("--seconds", type=float, help=f"training seconds of the whole schedule ({SECONDS:.0f})")
     p.add_argument("--max-seconds-this-run", type=float, default=1e9, help="wall seconds of this process")
     p.add_argument(
         "--reserve",
@@ -282,7 +297,15 @@ def arguments() -> argparse.Namespace:
     )
     p.add_argument("--data", type=Path, default=Path(".train_data"))
     p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--resume", type=Path, help="folder of a checkpoint to continue")
+    p.add_argument("--resume", type=Path, help="folder of a checkpoint, to go on with its run")
+    p.add_argument(
+        "--from", type=Path, dest="weights", help="exported folder whose weights a new run begins with"
+    )
+    p.add_argument("--begin", type=float, help="place in the curriculum to begin at (0, or .7 with --from)")
+    p.add_argument("--peak", type=float, help="learning-rate factor after warm-up (1, or .5 with --from)")
+    p.add_argument(
+        "--structured", type=float, help="factor on the weight of json and pairs (1, or 2 with --from)"
+    )
     p.add_argument("--tokens", type=int, default=65536, help="tokens of a packed row, a step's batch")
     p.add_argument("--longest", type=int, default=32200, help="longest document in bytes")
     p.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 3))
@@ -296,15 +319,25 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--final-lengths", type=int, nargs="+", default=[2048, 8192, 16384, 32768])
     p.add_argument("--final-count", type=int, default=16)
     p.add_argument("--model", type=json.loads, default={}, help="JSON with fields of TinyConfig to change")
-    return p.parse_args()
+    args = p.parse_args(argv)
+    if args.resume:
+        names = ("seconds", "weights", "begin", "peak", "structured")
+        if any(getattr(args, name) is not None for name in names):
+            p.error(
+                "--resume keeps the checkpoint's schedule: "
+                "leave out --from, --seconds, --begin, --peak and --structured"
+            )
+    elif args.begin is not None and not 0 <= args.begin < 1:
+        p.error(f"--begin {args.begin} is not a place in the curriculum; use 0 or more and less than 1")
+    return args
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Train, and when the schedule is done evaluate, export and plot."""
-    args = arguments()
+    args = arguments(argv)
     trainer = Trainer(args, TinyConfig(**args.model))
     if trainer.run():
-        write_tar(trainer.model, args.out / "tiny.tar")
+        export.write(trainer.model, args.out / "tiny")
         trainer.evaluate(args.final_lengths, args.final_count, "final")
         plot(args.out / "log.jsonl", args.out / "plot.png")
     trainer.note(event="end", tokens=trainer.tokens)

@@ -120,8 +120,11 @@ def probe_native() -> Finding:
     isas: dict[str, str] = found.module.scan_isas()
     scan = found.module.scan_isa()
     better = [f"not {isa}: {why}" for isa, why in isas.items() if why]
-    text = ", ".join([f"herald._native is active, selection uses {scan}", *better])
-    return Finding("native", {"active": True, "reason": "", "scan_isa": scan, "scan_isas": isas}, (text,))
+    beside = cuda_available()
+    shared = "the GPU scores a share of 8 and 4 bit indexes" if beside else "no GPU scores a share of it"
+    text = ", ".join([f"herald._native is active, selection uses {scan}", *better, shared])
+    value = {"active": True, "reason": "", "scan_isa": scan, "scan_isas": isas, "scan_on_device": beside}
+    return Finding("native", value, (text,))
 
 
 def probe_transfer() -> Finding:

@@ -18,6 +18,16 @@ from herald.transfer import Transfer, make_transfer
 from herald.transfer.streams import DeviceStreams
 
 
+# Cores left to the step loop and to whoever feeds the device, where one runs beside the selection.
+SPARE_CORES = 2
+
+
+def default_threads(beside_device: bool) -> int:
+    """Threads of selection where the user names no number."""
+    cores = usable_cores()
+    return cores - SPARE_CORES if beside_device and cores > 2 * SPARE_CORES else cores
+
+
 class HostStore:
     """Host side of offloading: pool, key index, selector and the transfer into one arena.
 
@@ -48,7 +58,7 @@ class HostStore:
         self.layout = layout
         self.streams = streams
         self.config = config
-        self.num_threads = config.num_threads or usable_cores()
+        self.num_threads = config.num_threads or default_threads(pin)
         self.pool = HostPool(layout, num_pages, pin, self.num_threads)
         device = arena.rows.device if pin and config.scan_on_device else None
         self.index = KeyIndex(self.pool, config.index_bits, self.num_threads, pin=device is not None)

@@ -114,6 +114,19 @@ def test_structured_answers_in_their_own_form(haystack):
     assert pairs.items() <= example.meta["facts"].items()
 
 
+def test_structured_answers_score_themselves(haystack):
+    for task in structured.TASKS:
+        for seed in range(20):
+            example = structured.make(task, 4096, random.Random(seed), haystack)
+            assert structured.score(example, tasks.completion(example)) == (True, 1.0)
+            assert len(tasks.completion(example).encode()) < structured.ANSWER_BYTES
+            spoilt = example.answer.replace(example.meta["items"][-1], "0-0-0")
+            share = 1 - 1 / example.meta["asked"]
+            assert structured.score(example, spoilt) == (False, pytest.approx(share))
+            shorter = example.answer[: example.answer.rindex(example.meta["items"][-1])]
+            assert structured.score(example, shorter)[1] == pytest.approx(share)
+
+
 def test_structured_refusals(haystack):
     with pytest.raises(ValueError, match="task='poem'"):
         structured.make("poem", 2048, random.Random(0), haystack)

@@ -6,7 +6,12 @@ from bench_longctx.quality.methods.base import Method, Switches, attach
 from bench_longctx.quality.methods.centre import Centre
 from bench_longctx.quality.methods.dense import Dense
 from bench_longctx.quality.methods.operators import OPERATORS, operator_part
-from bench_longctx.quality.methods.own_queries import LookaheadK, LookaheadOne, OwnStepZero
+from bench_longctx.quality.methods.own_queries import (
+    LookaheadK,
+    LookaheadLate,
+    LookaheadOne,
+    OwnStepZero,
+)
 from bench_longctx.quality.methods.page_bounds import Quest
 from bench_longctx.quality.methods.partial_keys import PartialKeys
 from bench_longctx.quality.methods.previous_block import PreviousBlock
@@ -20,6 +25,7 @@ ALL: tuple[Method, ...] = (
     Centre(),
     LookaheadOne(),
     LookaheadK(),
+    LookaheadLate(),
     PreviousBlock(),
     Quest(),
     PartialKeys(),

@@ -1,9 +1,10 @@
-"""Selection by every masked position of the block itself, at the three moments the engine knows.
+"""Selection by every masked position of the block itself, at the moments the engine knows.
 
 `own_step0` waits until a block is finished and selects with its successor's all-masked queries: what MAGE's
 timing gives, and nothing is hidden. `lookahead_1` and `lookahead_k` ask for the next block's queries during
 the current one, over the draft of what is still masked, in step 1 or in a step that is given; a block that
-ends sooner falls back to its boundary.
+ends sooner falls back to its boundary. `lookahead_late` does so as late as the machine's own times let it:
+its scores are of a machine under the load that it has, and may differ from run to run.
 """
 
 from __future__ import annotations
@@ -34,3 +35,11 @@ class LookaheadK(Method):
 
     def offload(self, budget: float, switches: Switches) -> OffloadConfig:
         return self.options(budget, switches, lookahead_step=switches.lookahead_step)
+
+
+class LookaheadLate(Method):
+    name = "lookahead_late"
+    about = "the same over the latest draft whose rows still arrive in time (of this machine)"
+
+    def offload(self, budget: float, switches: Switches) -> OffloadConfig:
+        return self.options(budget, switches, lookahead="late")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bench_longctx import tasks
-from bench_longctx.quality import cases
-from bench_longctx.tasks import forms, qa, ruler
+from bench_longctx.quality import cases, metrics
+from bench_longctx.tasks import forms, qa, ruler, structured
 from bench_longctx.tasks.forms import BytesForm, Parts, TokensForm, largest_fit
 from bench_longctx.tasks.haystack import Haystack
 from herald.errors import InvalidOption, UsageError
@@ -199,3 +199,17 @@ def test_refusals(tokens: TokensForm):
         cases.generate("needle", 2048, 1, 7, tokens, 32768)
     with pytest.raises(InvalidOption, match="too short"):
         cases.generate("niah_single_1", 100, 1, 7, tokens, 32768)
+
+
+@pytest.mark.parametrize("task", ["json", "pairs"])
+def test_structured_cases_in_bytes(task, haystack: Haystack):
+    limit = 8192
+    for number, case in enumerate(cases.generate(task, 8192, 6, 7, BytesForm(), limit, max_tokens=64)):
+        assert case.metric == case.task == task and case.max_tokens == structured.ANSWER_BYTES
+        assert len(case.prompt.encode()) <= limit - case.max_tokens
+        example = structured.make(task, limit - 288, random.Random(f"7 8192 {task} {number}"), haystack)
+        assert case.prompt == example.prompt and case.asked == len(case.references) >= 2
+        assert metrics.score(tasks.completion(example), case) == 1
+        assert metrics.score(" " + example.answer[: len(example.answer) // 2], case) < 1
+    longer = cases.generate(task, 2048, 1, 7, BytesForm(), limit, max_tokens=400)
+    assert longer[0].max_tokens == 400

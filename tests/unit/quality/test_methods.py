@@ -187,6 +187,8 @@ def test_moments_of_selection(make_engine: MakeEngine):
     assert counters["own_step0"].lookaheads == 0 and counters["own_step0"].boundary_selections >= 4
     assert counters["lookahead_1"].lookaheads >= 4 and counters["lookahead_1"].boundary_selections == 0
     assert methods.get("lookahead_k").offload(0.1, Switches(lookahead_step=5)).lookahead_step == 5
+    late = methods.get("lookahead_late").offload(0.1, Switches(lookahead_step=5))
+    assert (late.lookahead, late.lookahead_step) == ("late", 1)
 
 
 def test_previous_block_asks_with_the_queries_before(make_engine: MakeEngine):

@@ -8,6 +8,7 @@ import pytest
 
 from bench_longctx.quality import metrics
 from bench_longctx.quality.cases import Case
+from bench_longctx.tasks import structured
 from herald.errors import UsageError
 
 
@@ -60,19 +61,23 @@ def test_json_values(answer, expected):
 
 
 @pytest.mark.parametrize(
-    "answer, counts",
+    "answer, counts, expected",
     [
-        (" Harbour: 1; gate: 22", (2, 2)),
-        ("1. gate: 22\n- mill: 999\n", (1, 2)),
-        ("gate: 22; gate: 22", (1, 2)),
-        ("tower: 5", (0, 1)),
-        ("gate", (0, 0)),
+        (" Harbour: 1; gate: 22", (2, 2), 1),
+        (" gate: 22; Harbour: 1\n", (2, 2), 1),
+        ("1. gate: 22\n- mill: 999\n", (1, 2), 1 / 2),
+        ("gate: 22; gate: 22", (1, 2), 1 / 2),
+        ("gate: 22", (1, 1), 1 / 2),
+        ("gate: 22; mill: 333; the harbour: 1", (3, 3), 2 / 3),
+        ("gate: 22; mill: 333; tower: 5", (2, 3), 2 / 3),
+        ("tower: 5", (0, 1), 0),
+        ("gate", (0, 0), 0),
     ],
 )
-def test_own_pairs(answer, counts):
-    asked = case(metric="pairs", facts=FACTS)
-    assert metrics.pair_counts(answer, asked) == counts
-    assert metrics.score(answer, asked) == (counts[0] / counts[1] if counts[1] else 0)
+def test_own_pairs(answer, counts, expected):
+    asked = case(metric="pairs", facts=FACTS, asked=2)
+    assert structured.pair_counts(answer, FACTS) == counts
+    assert metrics.score(answer, asked) == pytest.approx(expected)
 
 
 def test_qa_f1():
