@@ -2,10 +2,11 @@
 
     python bench_longctx/make_checkpoint.py /data/sdar-8b --preset sdar-8b
     python bench_longctx/make_checkpoint.py /data/small --layers 4 --hidden 512 --heads 8 --kv-heads 2
+    python bench_longctx/make_checkpoint.py /data/moe --preset llada2-mini --layers 3 --experts 16
 
-The folder holds config.json, generation_config.json, bf16 shards and their index, and loads like a
-released one; there is no tokenizer, so prompts are token ids. The same seed gives the same weights on
-the same kind of device, however they are cut into shards.
+The folder holds config.json, generation_config.json, bf16 shards (routers in float32) and their index, and
+loads like a released one; there is no tokenizer, so prompts are token ids. The same seed gives the same
+weights on the same kind of device, however they are cut into shards.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 
 from herald.errors import InvalidOption, UsageError
 from herald.models.config import ModelConfig
+from herald.models.moe_config import MoeConfig
 from herald.models.presets import PRESETS
 from herald.models.registry import family_named
 from herald.models.weights import INDEX_FILE, Source
@@ -44,10 +46,25 @@ SHAPE_OPTIONS = {
     "block_length": "block_length",
     "mask_token_id": "mask_token_id",
 }
+# option -> field of MoeConfig, for presets with experts
+MOE_OPTIONS = {
+    "experts": "num_experts",
+    "experts_per_token": "experts_per_token",
+    "moe_intermediate": "intermediate_size",
+    "shared_experts": "num_shared_experts",
+    "dense_layers": "first_dense_layers",
+    "groups": "num_groups",
+    "top_groups": "top_groups",
+}
+STORED = {torch.bfloat16: "BF16", torch.float32: "F32"}
+
+
+def dtype_of(source: Source) -> torch.dtype:
+    return source.dtype or DTYPE
 
 
 def num_bytes(source: Source) -> int:
-    return math.prod(source.shape) * DTYPE.itemsize
+    return math.prod(source.shape) * dtype_of(source).itemsize
 
 
 def plan_shards(config: ModelConfig, shard_bytes: int) -> dict[str, list[Source]]:
@@ -69,11 +86,12 @@ def plan_shards(config: ModelConfig, shard_bytes: int) -> dict[str, list[Source]
 
 def random_tensor(source: Source, seed: int, device: torch.device) -> torch.Tensor:
     """Ones for a norm, else normal with `WEIGHT_STD`; a function of seed, name and shape."""
+    dtype = dtype_of(source)
     if source.name.endswith("norm.weight"):
-        return torch.ones(source.shape, dtype=DTYPE)
+        return torch.ones(source.shape, dtype=dtype)
     # 32 bits: the CPU's generator ignores the rest of a seed
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {source.name}".encode()))
-    tensor = torch.empty(source.shape, dtype=DTYPE, device=device)
+    tensor = torch.empty(source.shape, dtype=dtype, device=device)
     return tensor.normal_(0.0, WEIGHT_STD, generator=generator).cpu()
 
 
@@ -83,7 +101,8 @@ def write_shard(path: Path, sources: Sequence[Source], seed: int, device: torch.
     end = 0
     for source in sources:
         start, end = end, end + num_bytes(source)
-        header[source.name] = {"dtype": "BF16", "shape": list(source.shape), "data_offsets": [start, end]}
+        kind = STORED[dtype_of(source)]
+        header[source.name] = {"dtype": kind, "shape": list(source.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     # data must begin at a multiple of 8
     encoded += b" " * (-len(encoded) % 8)
@@ -95,7 +114,7 @@ def write_shard(path: Path, sources: Sequence[Source], seed: int, device: torch.
 
 def config_json(config: ModelConfig) -> dict[str, object]:
     """``config.json`` as a released checkpoint has it, with the block length and mask token added."""
-    return {
+    found: dict[str, object] = {
         "architectures": list(family_named(config.family).architectures),
         "model_type": config.family,
         "attention_bias": config.attention_bias,
@@ -118,6 +137,29 @@ def config_json(config: ModelConfig) -> dict[str, object]:
         "torch_dtype": "bfloat16",
         "use_sliding_window": False,
         "vocab_size": config.vocab_size,
+    }
+    if config.partial_rotary_factor != 1.0:
+        found["partial_rotary_factor"] = config.partial_rotary_factor
+    return found if config.moe is None else found | moe_json(config.moe)
+
+
+def moe_json(moe: MoeConfig) -> dict[str, object]:
+    """What a ``config.json`` says of experts."""
+    found: dict[str, object] = {
+        "moe_intermediate_size": moe.intermediate_size,
+        "norm_topk_prob": moe.normalise,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+    }
+    if moe.score == "softmax":
+        return found
+    return found | {
+        "first_k_dense_replace": moe.first_dense_layers,
+        "n_group": moe.num_groups,
+        "num_shared_experts": moe.num_shared_experts,
+        "routed_scaling_factor": moe.scale,
+        "score_function": moe.score,
+        "topk_group": moe.top_groups,
     }
 
 
@@ -164,6 +206,16 @@ def shaped(options: argparse.Namespace) -> ModelConfig:
         for name, field in SHAPE_OPTIONS.items()
         if getattr(options, name) is not None
     }
+    moe_changes = {
+        field: getattr(options, name)
+        for name, field in MOE_OPTIONS.items()
+        if getattr(options, name) is not None
+    }
+    if moe_changes and preset.moe is None:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in MOE_OPTIONS)
+        raise InvalidOption(f"{options.preset} has no experts", f"use another preset, or none of {named}")
+    if moe_changes:
+        changes["moe"] = dataclasses.replace(preset.moe, **moe_changes)
     vocab_size = changes.get("vocab_size", preset.vocab_size)
     if vocab_size <= max(preset.mask_token_id, *preset.eos_token_ids):
         changes.setdefault("mask_token_id", vocab_size - 1)
@@ -179,6 +231,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     for name, field in SHAPE_OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"override {field}")
+    for name, field in MOE_OPTIONS.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, metavar="N", help=f"override {field} of the experts")
     parser.add_argument("--tied", action="store_true", help="share embedding and head")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard-gib", type=float, default=2.0, help="size of a shard (%(default)s)")
@@ -205,10 +260,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}")
         return 2
     tensors = [source for sources in shards.values() for source in sources]
+    count = sum(math.prod(source.shape) for source in tensors)
     size = sum(map(num_bytes, tensors))
     print(
         f"{'would write' if options.dry_run else 'wrote'} {len(tensors)} tensors, "
-        f"{size / DTYPE.itemsize / 1e9:.2f} G parameters, {size / 2**30:.2f} GiB, in {len(shards)} shards "
+        f"{count / 1e9:.2f} G parameters, {size / 2**30:.2f} GiB, in {len(shards)} shards "
         f"to {options.folder}"
     )
     if not options.dry_run:

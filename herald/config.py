@@ -11,6 +11,7 @@ from herald.errors import InvalidOption
 
 IndexBits = Literal[16, 8, 4, 1]
 ScoreOperator = Literal["max", "sum"]
+Lookahead = Literal["fixed", "late"]
 LateAction = Literal["wait", "proceed"]
 LookaheadContext = Literal["draft", "block"]
 TransferMode = Literal["auto", "zero_copy", "staged"]
@@ -67,13 +68,19 @@ class OffloadConfig:
         index_bits: bits a key component takes in the index that the CPU scans (16 is exact).
         score_operator: ``"max"`` of the normalised attention over queries and grouped heads, or
             ``"sum"``.
-        lookahead_step: step of block i (counted from 0) in which the look-ahead for block i+1 runs.
-            A block that ends before it selects at its end, with the finished tokens (exposed).
+        lookahead: ``"fixed"`` runs the look-ahead for block i+1 in ``lookahead_step`` of block i; ``"late"``
+            as late as measured times say that its rows still arrive in time, and not before that step. A
+            late draft selects better, but the rows chosen then depend on timing and may differ from run to
+            run; a fixed step near the block's end has late drafts without that.
+        lookahead_step: step of a block, counted from 0. A block that ends before its look-ahead selects at
+            its end, with the finished tokens (exposed).
         lookahead_context: what the masks of block i+1 attend to in the look-ahead besides the resident set:
             ``"draft"``, a lane of block i with its arg-max tokens filled in, or ``"block"``, block i as it
             is in that step, which saves a lane.
         refresh_step: step of a block (from 1) whose own queries select for the block anew; 0 for never. The
-            rows are there from step ``refresh_step + refresh_lag`` on, and a look-ahead comes after that.
+            rows are there from step ``refresh_step + refresh_lag`` on, and a look-ahead comes after that: a
+            request with a fixed number of steps has to have such a step, and a block that ends before it
+            (with a threshold, or begun by the prompt) selects at its end.
         refresh_lag: steps that selection and transfer of a refresh may take; the block waits for them then.
         on_late: ``"wait"`` for a selection that is not there when its block begins, or
             ``"proceed"`` with the old set and apply it when it lands.
@@ -84,10 +91,10 @@ class OffloadConfig:
             or 0 to choose it.
         host_memory_bytes: size of the host pool, or 0 to size it for ``max_model_len``.
         transfer: ``"zero_copy"``, ``"staged"``, or ``"auto"`` for the better one available.
-        num_threads: CPU threads of selection, 0 for all usable cores.
+        num_threads: CPU threads of selection, 0 for all usable cores, less two beside a GPU.
         scan_on_device: let the device score a share of the index, which crosses the bus for that; the rows
-            chosen are the same. Needs CUDA, ``index_bits=8`` and the C++ extension, and is left out where
-            one of them is missing.
+            chosen are the same. Needs CUDA, an index of 8 or 4 bits and the C++ extension, and is left
+            out where one of them is missing.
     """
 
     enabled: bool = True
@@ -97,6 +104,7 @@ class OffloadConfig:
     min_resident_rows: int = 256
     index_bits: IndexBits = 8
     score_operator: ScoreOperator = "max"
+    lookahead: Lookahead = "fixed"
     lookahead_step: int = 1
     lookahead_context: LookaheadContext = "draft"
     refresh_step: int = 0
@@ -125,6 +133,7 @@ class OffloadConfig:
         check(
             self.score_operator in ("max", "sum"), "score_operator", self.score_operator, "use 'max' or 'sum'"
         )
+        check(self.lookahead in ("fixed", "late"), "lookahead", self.lookahead, "use 'fixed' or 'late'")
         check(self.lookahead_step >= 1, "lookahead_step", self.lookahead_step, "use 1 or more")
         check(
             self.lookahead_context in ("draft", "block"),
@@ -151,6 +160,22 @@ class OffloadConfig:
             "use 'auto', 'zero_copy' or 'staged'",
         )
         check(self.num_threads >= 0, "num_threads", self.num_threads, "use 0 for all cores")
+
+    def check_steps(self, steps: int) -> None:
+        """Hold a refresh to a block of ``steps`` steps: the look-ahead needs one after it.
+
+        Raises:
+            InvalidOption: there is none.
+        """
+        first = self.refresh_step + self.refresh_lag
+        if self.enabled and self.refresh_step and first >= steps:
+            raise InvalidOption(
+                f"refresh_step={self.refresh_step} and refresh_lag={self.refresh_lag} leave no step for the "
+                f"look-ahead in a block of {steps} steps",
+                f"use a sum of at most {steps - 1}, or refresh_step=0"
+                if steps > 2
+                else "use refresh_step=0, or more denoising steps",
+            )
 
     def resident_rows(self, prefix_rows: int) -> int:
         """Rows a KV head keeps resident for a prefix of ``prefix_rows`` positions.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from herald.config import check, check_kinds, is_whole
+from herald.config import check, check_kinds, is_number, is_whole
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,10 @@ class SamplingParams:
             strategy it is the quota that guarantees progress.
         confidence_threshold: commit every masked position above it in a step
             (``low_confidence_dynamic``); None for a fixed quota a step (``low_confidence_static``).
+        editing_threshold: replace a committed token of the block under way where another one is likelier than
+            this (LLaDA2.1 was trained for it: 0.5, or 0.0 beside a low ``confidence_threshold``); None keeps
+            what was committed.
+        max_post_steps: with ``editing_threshold``, steps a block may take without a masked position.
         block_length: positions denoised together; 0 for the checkpoint's.
         ignore_eos: go on after an end-of-sequence token.
     """
@@ -35,6 +39,8 @@ class SamplingParams:
     stop: str | tuple[str, ...] | list[str] = ()
     denoising_steps: int = 0
     confidence_threshold: float | None = 0.9
+    editing_threshold: float | None = None
+    max_post_steps: int = 16
     block_length: int = 0
     ignore_eos: bool = False
 
@@ -42,7 +48,7 @@ class SamplingParams:
         check(isinstance(self.stop, (str, tuple, list)), "stop", self.stop, "use a string or a list of them")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
-        check_kinds(self, optional=("confidence_threshold",))
+        check_kinds(self, optional=("confidence_threshold", "editing_threshold"))
         check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "use 1 or more")
         check(
             0.0 <= self.temperature < math.inf,
@@ -74,4 +80,12 @@ class SamplingParams:
             threshold,
             "use a probability such as 0.9, or None for a fixed quota a step",
         )
+        editing = self.editing_threshold
+        check(
+            editing is None or (is_number(editing) and 0.0 <= editing <= 1.0),
+            "editing_threshold",
+            editing,
+            "use a probability such as 0.5, or None to keep what was committed",
+        )
+        check(self.max_post_steps >= 0, "max_post_steps", self.max_post_steps, "use 0 or more, such as 16")
         check(self.block_length >= 0, "block_length", self.block_length, "use 0 for the checkpoint's")

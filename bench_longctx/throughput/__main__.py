@@ -3,6 +3,7 @@
     python -m bench_longctx.throughput --suite all --json out.json
     python -m bench_longctx.throughput --suite decode,dense --json out.json
     python -m bench_longctx.throughput --suite decode --tiny        # a small model, also on a CPU
+    python -m bench_longctx.throughput --suite decode,dense --preset llada2-mini --batch 40
 
 Weights and KV are random, nothing is downloaded. Each suite runs in a process of its own.
 """
@@ -26,8 +27,9 @@ from bench_longctx.throughput import decode, prefill, table
 from bench_longctx.throughput.synthetic import begin_without_prefill, make_engine, random_model
 from herald.config import OffloadConfig
 from herald.errors import HostPoolTooSmall
+from herald.models import PRESETS
 
-PRESET, BLOCK, BUDGET = "sdar-8b", 32, 0.05
+BLOCK, BUDGET = 32, 0.05
 MAX_POSITIONS = 1 << 18
 GIB = 1 << 30
 # Device memory that dense and offloading engine may each use.
@@ -43,7 +45,7 @@ def sizes(tiny: bool) -> tuple[int, int, tuple[int, ...], int]:
 
 def load(args: argparse.Namespace) -> Any:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return random_model(PRESET, BLOCK, MAX_POSITIONS, device, args.tiny)
+    return random_model(args.preset, BLOCK, MAX_POSITIONS, device, args.tiny)
 
 
 def huge_page_bytes() -> int:
@@ -174,7 +176,8 @@ def in_own_process(suite: str, args: argparse.Namespace) -> dict[str, Any]:
                 "--json",
                 str(path),
             ]
-            command += [f"--blocks={args.blocks}", f"--lookahead-step={args.lookahead_step}"]
+            command += [f"--preset={args.preset}", f"--blocks={args.blocks}"]
+            command += [f"--lookahead-step={args.lookahead_step}"]
             command += [f"--num-threads={args.num_threads}"]
             command.append("--scan-on-device" if args.scan_on_device else "--no-scan-on-device")
             command += [f"--index-bits={args.index_bits}", f"--shared={args.shared}", f"--batch={args.batch}"]
@@ -189,6 +192,9 @@ def in_own_process(suite: str, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--suite", default="all", help=f"all, or some of {','.join((*SUITES, *PARTS))}")
+    parser.add_argument(
+        "--preset", choices=sorted(PRESETS), default="sdar-8b", help="shape of the model (%(default)s)"
+    )
     parser.add_argument("--blocks", type=int, default=6, help="blocks that are measured (%(default)s)")
     parser.add_argument("--batch", type=int, default=0, help="largest batch at the short context (20)")
     parser.add_argument("--lookahead-step", type=int, default=1)

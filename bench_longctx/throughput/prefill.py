@@ -13,7 +13,7 @@ from herald.config import EngineConfig, OffloadConfig
 from herald.engine.engine import Engine
 from herald.engine.request import Phase
 from herald.models import BlockModel
-from herald.models.loader import num_parameters
+from herald.models.loader import num_active_parameters
 from herald.sampling_params import SamplingParams
 
 
@@ -21,7 +21,7 @@ def flops(model: BlockModel, tokens: int) -> float:
     """Multiply-adds x 2 of the layers over a prompt, block-causal attention counted as half the square."""
     config = model.config
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    linear = 2.0 * (num_parameters(config) - embeddings) * tokens
+    linear = 2.0 * (num_active_parameters(config) - embeddings) * tokens
     attention = 4.0 * config.num_layers * config.num_heads * config.head_dim * tokens * tokens / 2
     return linear + attention
 

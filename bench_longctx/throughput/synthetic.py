@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,14 +12,13 @@ from herald.config import EngineConfig, OffloadConfig
 from herald.engine import engine as engine_module
 from herald.engine.engine import Engine
 from herald.engine.memory import HostStore
-from herald.engine.prefill import FirstScores
+from herald.engine.prefill import FirstScores, RowStore
 from herald.engine.resident import ResidentSet
 from herald.engine.runner import LaneRunner
 from herald.models import BlockModel
 from herald.models.presets import PRESETS
 from herald.models.registry import family_named
 from herald.models.weights import Parameter
-from herald.transfer import Ticket
 
 # Rows of this norm, against 1 for the others, are chosen whatever the queries: they are what consecutive
 # blocks share.
@@ -42,6 +40,15 @@ TINY = {
     "bos_token_id": None,
     "pad_token_id": 510,
 }
+TINY_EXPERTS = {
+    "num_experts": 16,
+    "experts_per_token": 4,
+    "intermediate_size": 64,
+    "num_groups": 4,
+    "top_groups": 2,
+}
+# Standard deviation of random weights; routers' make logits of about the spread that trained ones have.
+WEIGHT_STD = 0.02
 
 
 def random_model(
@@ -53,16 +60,18 @@ def random_model(
     )
     if tiny:
         shape = dataclasses.replace(shape, **TINY)
+    if tiny and shape.moe is not None:
+        shape = dataclasses.replace(shape, moe=dataclasses.replace(shape.moe, **TINY_EXPERTS))
     model_class = family_named(shape.family).model_class()
     generator = torch.Generator(device).manual_seed(0)
 
     def make(parameter: Parameter) -> torch.Tensor:
-        shapes = [source.shape for source in parameter.sources]
-        whole = (sum(s[0] for s in shapes), *shapes[0][1:])
-        if len(whole) == 1:
-            return torch.ones(whole, dtype=torch.bfloat16, device=device)
-        empty = torch.empty(whole, dtype=torch.bfloat16, device=device)
-        return empty.normal_(0.0, 0.02, generator=generator)
+        if all(source.name.endswith("norm.weight") for source in parameter.sources):
+            return torch.ones(parameter.shape, dtype=torch.bfloat16, device=device)
+        # also of parameters that would stay float32: what is stored as bfloat16 is all that they hold
+        empty = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+        made = empty.normal_(0.0, WEIGHT_STD, generator=generator)
+        return made if parameter.dtype is None else made.to(parameter.dtype)
 
     return model_class(shape, {p.name: make(p) for p in model_class.parameters(shape)})
 
@@ -91,14 +100,14 @@ class SyntheticPrefill:
         block_tokens: torch.Tensor,
         masked: torch.Tensor,
         chunk: int,
-        store_layer: Callable[[int, torch.Tensor], Ticket] | None,
+        row_store: RowStore | None,
         scores: FirstScores,
     ) -> None:
         del masked, chunk, scores
         self.model = runner.model
         self.resident = resident
         self.prefix = prefix_tokens.numel()
-        self.offloaded = store_layer is not None
+        self.offloaded = row_store is not None
         self.logits: torch.Tensor | None = None
         self._block = block_tokens.numel()
 

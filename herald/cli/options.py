@@ -183,6 +183,18 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
         f"(default: {default.confidence_threshold})",
     )
     add("--steps", type=whole, metavar="N", help="denoising steps a block may take (default: one a position)")
+    add(
+        "--editing-threshold",
+        type=number,
+        metavar="P",
+        help="replace committed tokens of a block where others are likelier than this (LLaDA2.1)",
+    )
+    add(
+        "--max-post-steps",
+        type=whole,
+        metavar="N",
+        help=f"with it, steps of a block that has no mask left (default: {default.max_post_steps})",
+    )
     add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
 
 
@@ -208,10 +220,17 @@ def add_offload_options(parser: argparse.ArgumentParser) -> None:
         help=f"key index (default: {default.index_bits}; 16 is exact)",
     )
     add(
+        "--lookahead",
+        choices=("fixed", "late"),
+        help="look ahead in a fixed step of a block, or as late as measured times say that rows still "
+        f"arrive, which may choose other rows in another run (default: {default.lookahead})",
+    )
+    add(
         "--lookahead-step",
         type=whole,
         metavar="N",
-        help=f"step of a block that looks ahead to the next (default: {default.lookahead_step})",
+        help="step of a block that looks ahead to the next, the first that may with --lookahead late "
+        f"(default: {default.lookahead_step})",
     )
     add(
         "--on-late",
@@ -225,7 +244,17 @@ def add_offload_options(parser: argparse.ArgumentParser) -> None:
         help="host pool, such as 16GiB (default: for the longest request)",
     )
     add("--transfer", choices=("auto", "zero_copy", "staged"), help="how rows reach a GPU (default: auto)")
-    add("--num-threads", type=whole, metavar="N", help="CPU threads of selection (default: all usable cores)")
+    add(
+        "--num-threads",
+        type=whole,
+        metavar="N",
+        help="CPU threads of selection (default: all usable cores, less two beside a GPU)",
+    )
+    add(
+        "--scan-on-device",
+        action=argparse.BooleanOptionalAction,
+        help="let a GPU score a share of the key index; the rows chosen are the same (default: yes)",
+    )
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -247,17 +276,21 @@ _SAMPLING = {
     "stop": "stop",
     "threshold": "confidence_threshold",
     "steps": "denoising_steps",
+    "editing_threshold": "editing_threshold",
+    "max_post_steps": "max_post_steps",
     "ignore_eos": "ignore_eos",
 }
 _OFFLOAD = {
     "offload": "enabled",
     "kv_budget": "kv_budget",
     "index_bits": "index_bits",
+    "lookahead": "lookahead",
     "lookahead_step": "lookahead_step",
     "on_late": "on_late",
     "host_memory": "host_memory_bytes",
     "transfer": "transfer",
     "num_threads": "num_threads",
+    "scan_on_device": "scan_on_device",
 }
 _ENGINE = {
     "max_model_len": "max_model_len",

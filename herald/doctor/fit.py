@@ -1,8 +1,8 @@
 """How long a context fits: bytes per token on both sides, and the largest prefix within given memory.
 
 Pure arithmetic. It follows what the engine allocates for one request: the host holds rows and key index
-of the whole prefix, the device holds the weights, resident set and staging, and during prefill the
-hidden states, one layer's KV with up to three copies on their way to the host, and the rotary tables.
+of the whole prefix, the device holds the weights, resident set and staging, and during prefill one layer's
+KV and what of the hidden states stays there.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from herald.config import OffloadConfig
+from herald.engine.hidden_states import KEPT_BYTES
 from herald.kvstore import choose_page_size
 
 SEARCH_LIMIT = 1 << 26  # tokens
-WORKSPACE_BYTES = 512 << 20  # activations of one prefill chunk, kernel workspace, allocator slack
+SCORE_BYTES = 16  # of a row in one KV head, while the first set is chosen
+WORKSPACE_BYTES = 512 << 20  # activations and copies of prefill chunks, kernel workspace, allocator slack
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ def host_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> float:
     """Host memory of a prefix: rows and key index, in whole pages."""
     page = choose_page_size(shape.block_length, config.page_size)
     padded = -(-tokens // page) * page
-    return padded * (shape.kv_bytes + index_bytes_per_token(shape, config.index_bits, page))
+    hidden = tokens * shape.hidden_size * shape.dtype_bytes
+    waiting = hidden if hidden > KEPT_BYTES else 0  # between the layers of its prefill
+    return padded * (shape.kv_bytes + index_bytes_per_token(shape, config.index_bits, page)) + waiting
 
 
 def device_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> float:
@@ -92,9 +96,8 @@ def device_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> float
     resident = config.resident_rows(tokens)
     # At one boundary at most every row of the set arrives, and never more rows than are absent.
     staging = min(resident, tokens - resident)
-    transient = tokens * (
-        shape.hidden_size * shape.dtype_bytes + 4 * shape.layer_kv_bytes + 4 * shape.head_dim
-    )
+    hidden = min(tokens * shape.hidden_size * shape.dtype_bytes, KEPT_BYTES)
+    transient = hidden + tokens * (shape.layer_kv_bytes + SCORE_BYTES * shape.num_kv_heads)
     return shape.weight_bytes + WORKSPACE_BYTES + (resident + staging) * shape.kv_bytes + transient
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from herald.sampling_params import SamplingParams
+
 
 class BlockTable:
     """One slot a request, and a last one that padding points to.
@@ -22,6 +24,8 @@ class BlockTable:
             closed: the finished block before the current one. Views of ``rows``.
         masked: bool [S, B], what is still to decode.
         threshold: float32 [S], confidence above which a position is committed, +inf for none.
+        edit_threshold: float32 [S], confidence above which a committed token is replaced, +inf for none.
+        edits: int64 [S, 3], how far the block of an edited slot is; see `herald_kernels.commit_edits`.
     """
 
     def __init__(self, block_length: int, num_slots: int, mask_id: int, device: torch.device) -> None:
@@ -32,6 +36,8 @@ class BlockTable:
         self.tokens, self.draft, self.closed = self.rows[:-1].view(3, slots, block_length)
         self.masked = torch.zeros(slots, block_length, dtype=torch.bool, device=device)
         self.threshold = torch.full((slots,), float("inf"), device=device)
+        self.edit_threshold = torch.full_like(self.threshold, float("inf"))
+        self.edits = torch.zeros(slots, 3, dtype=torch.int64, device=device)
         self.num_slots = slots
         self._free = list(range(num_slots))[::-1]
 
@@ -54,19 +60,25 @@ class BlockTable:
     def masks_row(self) -> int:
         return 3 * self.num_slots
 
-    def take(self, tokens: np.ndarray, masked: np.ndarray, threshold: float | None) -> int:
+    def take(self, tokens: np.ndarray, masked: np.ndarray, params: SamplingParams) -> int:
         """A free slot that holds a request's first block.
 
         Args:
             tokens: int64 [B].
             masked: bool [B].
+            params: its thresholds are read, and ``max_post_steps``.
         """
         slot = self._free.pop()
         device = self.rows.device
         self.tokens[slot] = to_device(tokens, device)
         self.draft[slot] = self.tokens[slot]
         self.masked[slot] = to_device(masked, device)
-        self.threshold[slot] = float("inf") if threshold is None else threshold
+        commit, edit = params.confidence_threshold, params.editing_threshold
+        self.threshold[slot] = float("inf") if commit is None else commit
+        self.edit_threshold[slot] = float("inf") if edit is None else edit
+        if edit is not None:
+            start = np.array([np.count_nonzero(~masked), 0, params.max_post_steps], dtype=np.int64)
+            self.edits[slot] = to_device(start, device)
         return slot
 
     def give_back(self, slot: int) -> None:

@@ -14,23 +14,24 @@ class BounceBuffers:
     The rows of a block are scattered over the pool's pages; one buffer makes one copy of them.
 
     Args:
-        most: free buffers that are kept.
+        most: free buffers of one shape that are kept.
     """
 
     def __init__(self, most: int = 32) -> None:
-        self._free: deque[torch.Tensor] = deque(maxlen=most)
+        self._most = most
+        self._free: dict[tuple[torch.Size, torch.dtype], deque[torch.Tensor]] = {}
         self._lock = threading.Lock()
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """A buffer of the shape and dtype of ``rows``, page-locked when they are on a GPU."""
         with self._lock:
-            for at, buffer in enumerate(self._free):
-                if buffer.shape == rows.shape and buffer.dtype == rows.dtype:
-                    del self._free[at]
-                    return buffer
+            free = self._free.get((rows.shape, rows.dtype))
+            if free:
+                return free.popleft()
         return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """The buffer was read and may be taken again."""
+        key = buffer.shape, buffer.dtype
         with self._lock:
-            self._free.appendleft(buffer)
+            self._free.setdefault(key, deque(maxlen=self._most)).appendleft(buffer)

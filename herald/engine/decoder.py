@@ -1,7 +1,8 @@
 """Decode steps: what is launched when, and what is read back.
 
 A step is launched without waiting for the one before it where the host knows what that one will do: how
-many positions it commits (no threshold), and that its request goes on. At most two steps are under way.
+many positions it commits (no threshold), and that its request goes on. Two steps may be under way, and more
+where they are short and alike: the host then wakes up once for several of them.
 """
 
 from __future__ import annotations
@@ -9,58 +10,50 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from herald.decode import draw
 from herald.engine.blocks import BlockTable
-from herald.engine.lanes import StepInputs, StepPlan, StepShape
+from herald.engine.lanes import StepPlan, StepShape
+from herald.engine.plain_step import PlainStep
 from herald.engine.planner import Part, StepPlanner, count_down, retrieval_error
 from herald.engine.program import StepProgram
 from herald.engine.reports import ReportPool, StepReport
 from herald.engine.request import Request
 from herald.engine.retriever import Retriever
 from herald.engine.runner import LaneRunner
-from herald.engine.trace import Span, Trace
+from herald.engine.trace import ForwardPart, Trace
 
 # Steps that may be under way when another one is asked for.
 MAX_UNDER_WAY = 2
+# The same where all of them only denoise, and how long they may take together: an abort or a new request
+# waits for them.
+MAX_AHEAD = 4
+AHEAD_SECONDS = 0.02
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
-    """A step that was launched. The parts that denoise have the rows of its report, in order."""
+    """A step that was launched. The parts that denoise have the rows of its report, in order.
+
+    Attributes:
+        goes_on: it only denoises, and finishes no block.
+    """
 
     parts: list[Part]
     report: StepReport
+    goes_on: bool = False
 
 
-@dataclass
-class PlainStep:
-    """A step in which every request only denoises; the next one is the same but for its quotas.
+class Kept(NamedTuple):
+    """What a step leaves for the host: see `StepProgram`; one entry for each lane that is kept."""
 
-    Attributes:
-        vector: its packed integers; quotas begin at ``quotas_at``.
-    """
-
-    requests: list[Request]
-    shape: StepShape
-    vector: np.ndarray
-    quotas_at: int
-
-    def fits(self, requests: list[Request]) -> bool:
-        """Whether the next step of ``requests`` is this one again, with other quotas."""
-        if len(requests) != len(self.requests):
-            return False
-        for mine, request in zip(self.requests, requests, strict=True):
-            if mine is not request or request.left == 0 or request.step >= request.plain_until:
-                return False
-        return True
-
-    def set_quotas(self) -> None:
-        quotas = [request.step_quota for request in self.requests]
-        self.vector[self.quotas_at : self.quotas_at + len(quotas)] = quotas
+    rows: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
 
 
 class Decoder:
@@ -85,7 +78,8 @@ class Decoder:
         self.trace = trace
         self.max_num_seqs = max_num_seqs
         self.under_way: deque[Step] = deque()
-        self._plain: PlainStep | None = None
+        self._plain: dict[int, PlainStep] = {}
+        self._step_seconds = AHEAD_SECONDS
         self._tables: dict[int, BlockTable] = {}
         self._reports = ReportPool(self.model.device)
 
@@ -96,6 +90,21 @@ class Decoder:
             self._tables[block_length] = BlockTable(block_length, self.max_num_seqs, mask_id, device)
         return self._tables[block_length]
 
+    def has_room(self, group: list[Request], alone: bool) -> bool:
+        """Whether another step may be under way.
+
+        Args:
+            group: requests that decode, of one block length; the step would be theirs.
+            alone: no other request decodes, prefills or waits.
+        """
+        count = len(self.under_way)
+        if count < MAX_UNDER_WAY:
+            return True
+        if not alone or count >= min(MAX_AHEAD, AHEAD_SECONDS / self._step_seconds):
+            return False
+        again = self._plain.get(group[0].block_length)
+        return again is not None and again.fits(group) and all(step.goes_on for step in self.under_way)
+
     def launchable(self, group: list[Request]) -> list[Request]:
         """Requests of one block length whose next step can be launched now.
 
@@ -105,6 +114,9 @@ class Decoder:
         ready: list[Request] = []
         waiting = False
         for request in group:
+            if request.is_plain and request.is_certain:
+                ready.append(request)
+                continue
             if request.left == 0 and request.block >= request.last_block:
                 continue  # its last block is done; the report is on its way
             if request.unread and self._needs_report(request):
@@ -128,40 +140,53 @@ class Decoder:
         Args:
             batch: requests of that block length that decode, those among them that wait for rows.
         """
-        table = self.table(requests[0].block_length)
-        if self._plain is not None and self._plain.fits(requests):
-            shape, vector = self._plain.shape, self._plain.vector
-            self._plain.set_quotas()
-            parts = [Part(request, request.block, request.step, lanes=1) for request in requests]
-            for request in requests:
-                count_down(request)
-        else:
-            plan, parts = self.planner.plan(requests, table)
-            if not parts:
-                return
-            draws = any(part.request.params.temperature > 0 for part in parts if part.step >= 0)
-            shape = plan.shape(draws, batch if self.runner.use_graphs else 0)
-            vector = plan.pack(shape, table.masks_row, table.spare)
-            plain = not plan.final_lane and not plan.capture_lane and not draws
-            quotas_at = sum(shape.sizes[: StepInputs._fields.index("quota")])
-            denoised = [part.request for part in parts]
-            self._plain = PlainStep(denoised, shape, vector, quotas_at) if plain else None
-        program = self.runner.program(table, shape)
-        report = self._reports.take()
-        report.begin(vector)
-        program.run(report.inputs)
+        block = requests[0].block_length
+        again = self._plain.get(block)
+        if again is not None and again.fits(requests):
+            self._repeat(again)
+            return
+        self._plain.pop(block, None)
+        table = self.table(block)
+        plan, parts = self.planner.plan(requests, table)
+        if not parts:
+            return
         denoising = [part for part in parts if part.step >= 0]
-        if shape.draws:
+        draws = any(part.request.params.temperature > 0 for part in denoising)
+        edits = any(part.request.edits for part in denoising)
+        shape = plan.shape(draws, batch if self.runner.use_graphs else 0, edits)
+        program = self.runner.program(table, shape)
+        numbers = plan.pack(shape, table.masks_row, table.spare)
+        report = self._reports.take()
+        report.begin(numbers, _free_rows(parts), shape.finals * program.rows_a_final)
+        program.run(report.inputs)
+        if draws:
             self._draw(program, denoising)
-        if shape.finals or shape.captures:
-            self._keep(program, parts)
+        kept = self._copies(program, plan, parts)
         report.end(program.report, len(denoising))
-        for part in denoising:
-            part.request.unread += 1
-            part.request.step += 1
-        for part in parts:
-            part.request.counters.forwards += 1
         self.under_way.append(Step(parts, report))
+        if shape.finals or shape.captures:
+            self._keep(parts, kept)
+        elif not draws:
+            self._plain[block] = PlainStep([part.request for part in parts], program, numbers)
+        _count(parts)
+
+    def _repeat(self, plain: PlainStep) -> None:
+        """The step before once more: its requests only denoise."""
+        program, report = plain.program, self._reports.take()
+        changed = plain.set_quotas()
+        parts = [Part(request, request.block, request.step, lanes=1) for request in plain.requests]
+        if changed:
+            report.begin(plain.numbers)
+        else:
+            report.begin_again()
+        program.run(report.inputs if changed else None)
+        report.end(program.report, len(parts))
+        goes_on = True
+        for request in plain.requests:
+            count_down(request)
+            goes_on = goes_on and request.left > 0
+        self.under_way.append(Step(parts, report, goes_on))
+        _count(parts)
 
     def commit_first(self, request: Request, logits: torch.Tensor) -> None:
         """Step 0 of a request's first block, from the logits [B, vocab_size] that prefill computed."""
@@ -169,7 +194,7 @@ class Decoder:
         plan = StepPlan()
         plan.add_lane(table.tokens_row(request.slot), request.prefix, 0, 0)
         plan.add_block(0, request.slot, False, request.step_quota)
-        program = StepProgram(self.runner, table, StepShape(1, 1, 0, 0, 0, True))
+        program = StepProgram(self.runner, table, StepShape(1, 1, 0, 0, 0, True, request.edits))
         report = self._reports.take()
         report.begin(plan.pack(program.shape, table.masks_row, table.spare))
         program.take_logits(report.inputs, logits)
@@ -177,10 +202,8 @@ class Decoder:
         self._draw(program, [part])
         report.end(program.report, 1)
         count_down(request)
-        request.unread += 1
-        request.step += 1
-        request.counters.forwards += 1
         self.under_way.append(Step([part], report))
+        _count([part])
 
     def settle(self, step: Step) -> list[tuple[Part, int, list[int]]]:
         """Take a step's report, which must be done.
@@ -192,19 +215,22 @@ class Decoder:
         rows = step.report.read()
         start, end = step.report.span()
         self._reports.give_back(step.report)
+        self.planner.ran(step.parts, start, end)
+        self._step_seconds = max(end - start, 1e-6)
+        lanes = [
+            ForwardPart(part.request.request_id, part.block, part.step, part.lanes, part.looks_ahead)
+            for part in step.parts
+            if part.lanes
+        ]
+        self.trace.add_forward(start, end, lanes)
+        denoised = [part for part in step.parts if part.step >= 0]
         news: list[tuple[Part, int, list[int]]] = []
-        for part in step.parts:
-            if part.lanes:
-                at = (part.request.request_id, part.block, part.step)
-                looks = part.step >= 0 and part.captures > part.block
-                self.trace.add(Span("forward", start, end, *at, lanes=part.lanes, lookahead=looks))
-            if part.step < 0:
-                continue
-            left, *tokens = rows[len(news)]
+        for part, (left, *tokens) in zip(denoised, rows, strict=True):
             request = part.request
             request.unread -= 1
             request.counters.steps += 1
-            if not request.is_certain and left >= 0:
+            if left >= 0 and not request.is_certain:
+                request.pace.saw(request.left, left)
                 request.left = left
             news.append((part, left, tokens))
         return news
@@ -219,8 +245,12 @@ class Decoder:
         """Let the steps under way end, then give their memory back."""
         while self.under_way:
             self.under_way.popleft().report.wait()
-        self._plain = None
         self._tables.clear()
+        self.forget_programs()
+
+    def forget_programs(self) -> None:
+        """Drop all programs: the rows of the arena that they read are to be replaced."""
+        self._plain.clear()
         self.runner.forget_programs()
 
     def _needs_report(self, request: Request) -> bool:
@@ -240,33 +270,64 @@ class Decoder:
                 candidate[row], confidence[row] = draw(program.logits[row], request.params, request.generator)
         program.commit(candidate, confidence)
 
-    def _keep(self, program: StepProgram, parts: list[Part]) -> None:
-        """Final KV goes to its slots and to the host pool, captured queries to the selector."""
+    def _copies(self, program: StepProgram, plan: StepPlan, parts: list[Part]) -> Kept:
+        """Copies of the final rows and the captured queries, which the next step overwrites."""
+        if self.planner.retriever is None:
+            return Kept()
+        finals, captures = len(plan.final_lane), len(plan.capture_lane)
+        sources = ((program.final_rows, finals), (program.queries, captures), (program.lse, captures))
+        try:
+            return Kept(*(None if rows is None else rows[:count].clone() for rows, count in sources))
+        except Exception as error:  # no room on the device, say
+            for part in parts:
+                if part.final or part.captures >= 0:
+                    part.request.error = retrieval_error(part.request, error)
+            return Kept()
+
+    def _keep(self, parts: list[Part], kept: Kept) -> None:
+        """Final rows join their sets and go to the host pool, captured queries to the selector."""
         final = capture = 0
         for part in parts:
             try:
-                self._keep_part(program, part, final, capture)
+                if part.request.error is None:
+                    self._keep_part(part, kept, final, capture)
             except Exception as error:
                 part.request.error = retrieval_error(part.request, error)
             final += part.final
             capture += part.captures >= 0
 
-    def _keep_part(self, program: StepProgram, part: Part, final: int, capture: int) -> None:
-        """As `_keep`. ``final``, ``capture``: the request's place among the rows and the queries kept."""
+    def _keep_part(self, part: Part, kept: Kept, final: int, capture: int) -> None:
+        """As `_keep`. ``final``, ``capture``: the request's place among what is kept."""
         request, retriever = part.request, self.planner.retriever
         if part.final:
-            assert program.final_rows is not None and request.resident is not None
-            rows = _copy(program.final_rows[:, final])
-            request.resident.append_block(rows, part.free_rows, request.prefix)
+            assert request.resident is not None
+            request.resident.append_block(request.prefix, follows=part.free_rows is None)
             if retriever is not None:
-                retriever.store_block(request, rows, request.prefix)
+                assert kept.rows is not None
+                retriever.store_block(request, kept.rows[final], request.prefix)
         if part.captures >= 0:
-            assert program.queries is not None and program.lse is not None and retriever is not None
-            queries, lse = _copy(program.queries[:, capture]), _copy(program.lse[:, capture])
+            assert kept.queries is not None and kept.lse is not None and retriever is not None
+            queries, lse = kept.queries[capture], kept.lse[capture]
             request.selection = retriever.select(request, queries, lse, part.captures, part.own_rows_due)
+            self.planner.submitted(part)
             request.counters.lookaheads += part.step >= 0 and part.own_rows_due
 
 
-def _copy(rows: torch.Tensor) -> torch.Tensor:
-    """What the next step would overwrite."""
-    return rows.clone(memory_format=torch.contiguous_format)
+def _free_rows(parts: list[Part]) -> list[np.ndarray]:
+    """Where in the arena the rows of the final lanes go, in order."""
+    found = []
+    for part in parts:
+        if part.final:
+            assert part.request.resident is not None
+            found.append(part.request.resident.next_rows() if part.free_rows is None else part.free_rows)
+    return found
+
+
+def _count(parts: list[Part]) -> None:
+    """A step of these parts was launched."""
+    for part in parts:
+        request = part.request
+        request.counters.forwards += 1
+        if part.step >= 0:
+            request.unread += 1
+            request.step += 1

@@ -7,15 +7,15 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import torch
 
 from herald.config import EngineConfig, OffloadConfig
-from herald.decode import StopChecker, request_generator
+from herald.decode import StopChecker, policy_of, request_generator
 from herald.engine.blocks import to_device
 from herald.engine.decoder import MAX_UNDER_WAY, Decoder
+from herald.engine.lookahead import LateLookahead
 from herald.engine.memory import EngineMemory, HostStore
 from herald.engine.planner import retrieval_error
 from herald.engine.prefill import PrefillTask, first_block, scores_by
@@ -24,6 +24,7 @@ from herald.engine.resident import ResidentSet
 from herald.engine.retriever import Retriever
 from herald.engine.runner import LaneRunner
 from herald.engine.scheduler import Scheduler
+from herald.engine.selection_clock import SelectionClock
 from herald.engine.trace import Trace
 from herald.errors import (
     HostPoolTooSmall,
@@ -42,7 +43,7 @@ ProgressCallback = Callable[[Progress], None]
 
 # How long `Engine.step` waits for rows before it looks after aborts and new requests again.
 PATIENCE = 0.02
-POLL_SECONDS = 5e-5
+POLL_SECONDS = 1e-4
 
 
 class Engine:
@@ -81,6 +82,8 @@ class Engine:
         self.runner = LaneRunner(model, self.memory.arena, config.cuda_graphs)
         self.retriever: Retriever | None = None
         self.decoder = Decoder(self.runner, None, self.trace, config.max_num_seqs)
+        if offload.lookahead == "late":
+            self.decoder.planner.clock = SelectionClock(LateLookahead())
         self.first_scores = scores_by(offload.score_operator)
         self.on_retriever: Callable[[Retriever, HostStore], None] | None = None
         self._requests: dict[str, Request] = {}
@@ -107,12 +110,16 @@ class Engine:
         """
         block = params.block_length or self.model.config.block_length
         self._check(prompt_ids, params, block)
+        policy = policy_of(self.model.config.family)
+        policy.check(params)
         eos = () if params.ignore_eos else self.model.config.eos_token_ids
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
             raise InvalidOption(f"request_id={request_id!r} is in use", "choose another")
         checker = StopChecker(params, eos, self.tokenizer.decode if self.tokenizer.available else None)
-        request = Request(request_id, list(prompt_ids), params, block, eos, checker, prompt)
+        request = Request(request_id, list(prompt_ids), params, block, eos, checker, policy, prompt)
+        if request.is_certain:
+            self.offload.check_steps(len(request.quotas))
         self.memory.require_pages(self.memory.pages_for(request.last_prefix), len(prompt_ids))
         with self._lock:
             self._requests[request_id] = request
@@ -145,8 +152,10 @@ class Engine:
         news += self._prefill(progress)
         news += self._settle_done(progress)
         launched = False
-        for group in self.scheduler.decoding():
-            if len(self.decoder.under_way) >= MAX_UNDER_WAY:
+        groups = self.scheduler.decoding()
+        alone = self.scheduler.is_all(groups)
+        for group in groups:
+            if not self.decoder.has_room(group, alone):
                 break
             batch = self.decoder.launchable(group)
             if batch:
@@ -154,7 +163,7 @@ class Engine:
                 self.scheduler.had_turn(batch[0].block_length)
                 launched = True
                 news += self._end_failed(batch)
-        if len(self.decoder.under_way) >= MAX_UNDER_WAY or not launched:
+        if not launched or not self.decoder.has_room(groups[0], alone):
             self._wait()
         return news + self._settle_done(progress)
 
@@ -262,7 +271,7 @@ class Engine:
             self.memory.ensure(*needs[0])
         finally:
             if self.memory.arena.replaced != replaced:
-                self.runner.forget_programs()  # they read the rows that were replaced
+                self.decoder.forget_programs()  # they read the rows that were replaced
             self._connect()
 
     def _required_memory(self, request: Request) -> tuple[int, int]:
@@ -290,7 +299,7 @@ class Engine:
         device, block = self.model.device, request.block_length
         tokens, masked = first_block(request.prompt_ids, block, self.model.config.mask_token_id)
         table = self.decoder.table(block)
-        request.slot = table.take(tokens, masked, request.params.confidence_threshold)
+        request.slot = table.take(tokens, masked, request.params)
         request.block = request.prompt_blocks
         request.left = int(masked.sum())
         seed = request.params.seed
@@ -306,7 +315,7 @@ class Engine:
             table.tokens[request.slot],
             table.masked[request.slot],
             self.config.prefill_chunk,
-            None if retriever is None else partial(retriever.store_layer, request),
+            None if retriever is None else retriever.row_store(request),
             self.first_scores,
         )
 
@@ -349,13 +358,13 @@ class Engine:
         return news
 
     def _wait(self) -> None:
-        """Let the host wait for what comes first: the oldest step, or rows that a request waits for.
+        """Let the host wait for what comes first: the last step but one, or rows that a request waits for.
 
         Returns at once while a prompt is being prefilled, and after `PATIENCE` seconds in any case.
         """
         under_way = self.decoder.under_way
         if len(under_way) >= MAX_UNDER_WAY:
-            under_way[0].report.wait()
+            under_way[-2].report.wait()
         elif self.scheduler.prefilling() is None:
             selecting = [r for r in self.scheduler.running if self.decoder.planner.waits_for_rows(r)]
             deadline = time.perf_counter() + PATIENCE
@@ -382,7 +391,7 @@ class Engine:
                 )
                 self._finish(request, "abort")
                 news.append(request)
-            elif self._block_done(request, part.block, tokens):
+            elif left == 0 or (not request.edits and self._block_done(request, part.block, tokens)):
                 self._close_block(request, part.block, tokens)
                 news.append(request)
                 if progress is not None:
@@ -405,12 +414,10 @@ class Engine:
         """
         begin = request.prompt_in_block(block)
         end = min(len(request.prompt_ids) + request.params.max_tokens - block * len(tokens), len(tokens))
-        for token in tokens[begin:end]:
-            if token < 0:
-                return False
-            if token in request.eos_token_ids:
-                return True
-        return True
+        shown = tokens[begin:end]
+        if -1 not in shown:
+            return True
+        return not set(request.eos_token_ids).isdisjoint(shown[: shown.index(-1)])
 
     def _close_block(self, request: Request, block: int, tokens: list[int]) -> None:
         """Take a finished block's tokens, -1 where masked; end the request where they say so."""

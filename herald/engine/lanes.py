@@ -9,15 +9,14 @@ of that shape: `StepPlan` collects them on the host, `StepInputs` names their pl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from array import array
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 
-@dataclass(frozen=True)
-class StepShape:
+class StepShape(NamedTuple):
     """What a step's work on the device depends on.
 
     Attributes:
@@ -27,6 +26,7 @@ class StepShape:
         captures: C, lanes whose queries are kept for a selection.
         max_length: at least every lane's resident length, a power of two.
         draws: some request samples: logits are kept, and the commit runs afterwards.
+        edits: some request's committed tokens may change.
     """
 
     lanes: int
@@ -35,15 +35,21 @@ class StepShape:
     captures: int
     max_length: int
     draws: bool
+    edits: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Lengths of the fields of `StepInputs`."""
+        """Lengths of the fields of `StepInputs` but for ``free_rows``."""
         return (*[self.lanes] * 5, *[self.logits] * 4, self.finals, self.captures)
+
+    @property
+    def quotas_at(self) -> int:
+        """Where in a step's integers the quotas begin."""
+        return 5 * self.lanes + 3 * self.logits
 
 
 class StepInputs(NamedTuple):
-    """The integers of a step, each int64: [N] x 5, [R] x 4, [F], [C]."""
+    """The integers of a step, each int64: [N] x 5, [R] x 4, [F], [C], [F * layers * kv_heads * B]."""
 
     source: torch.Tensor  # row of the block table that holds the lane's tokens
     position: torch.Tensor  # of its first token
@@ -56,70 +62,82 @@ class StepInputs(NamedTuple):
     quota: torch.Tensor  # positions to commit at least
     final_lane: torch.Tensor
     capture_lane: torch.Tensor
+    free_rows: torch.Tensor  # flat arena rows that the final lanes' rows are written to, -1 for none
 
     @classmethod
     def views(cls, vector: torch.Tensor, shape: StepShape) -> StepInputs:
-        """The fields as they lie in one int64 vector of ``sum(shape.sizes)`` elements."""
-        return cls(*vector.split(shape.sizes))
+        """The fields as they lie in one int64 vector; ``free_rows`` is what is left of it."""
+        sizes = shape.sizes
+        return cls(*vector.split((*sizes, vector.numel() - sum(sizes))))
 
 
-@dataclass
 class StepPlan:
-    """The integers of a step while requests add their lanes."""
+    """The integers of a step while requests add their lanes.
 
-    source: list[int] = field(default_factory=list)
-    position: list[int] = field(default_factory=list)
-    row_start: list[int] = field(default_factory=list)
-    length: list[int] = field(default_factory=list)
-    parent: list[int] = field(default_factory=list)
-    logit_lane: list[int] = field(default_factory=list)
-    slot: list[int] = field(default_factory=list)
-    opening: list[int] = field(default_factory=list)
-    quota: list[int] = field(default_factory=list)
-    final_lane: list[int] = field(default_factory=list)
-    capture_lane: list[int] = field(default_factory=list)
+    Attributes:
+        longest: rows of the longest resident set.
+        final_lane, capture_lane: see `StepInputs`.
+    """
+
+    def __init__(self) -> None:
+        # [lanes, 5] and [blocks, 4], each flat: the first and the next fields of `StepInputs`.
+        self._lanes: list[int] = []
+        self._blocks: list[int] = []
+        self.longest = 0
+        self.final_lane: list[int] = []
+        self.capture_lane: list[int] = []
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self._lanes) // 5
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks) // 4
 
     def add_lane(self, source: int, position: int, row_start: int, length: int, parent: int = -1) -> int:
         """Append a lane; returns its index."""
-        self.source.append(source)
-        self.position.append(position)
-        self.row_start.append(row_start)
-        self.length.append(length)
-        self.parent.append(parent)
-        return len(self.source) - 1
+        lane = len(self._lanes) // 5
+        self._lanes += (source, position, row_start, length, parent)
+        if length > self.longest:
+            self.longest = length
+        return lane
 
     def add_block(self, lane: int, slot: int, opening: bool, quota: int) -> None:
         """Have the block of ``slot`` denoised by ``lane``."""
-        self.logit_lane.append(lane)
-        self.slot.append(slot)
-        self.opening.append(int(opening))
-        self.quota.append(quota)
+        self._blocks += (lane, slot, int(opening), quota)
 
-    def shape(self, draws: bool, batch: int) -> StepShape:
+    def shape(self, draws: bool, batch: int, edits: bool = False) -> StepShape:
         """The shape of this step.
 
         Args:
             batch: requests that decode, in this step or beside it: counts are rounded up with it in mind, so
                 that few shapes occur. 0 for exact counts.
         """
-        counts = [len(self.source), len(self.logit_lane), len(self.final_lane), len(self.capture_lane)]
+        counts = [self.num_lanes, self.num_blocks, len(self.final_lane), len(self.capture_lane)]
         lanes, logits, finals, captures = counts
         if batch:
             least = 4 if batch > 3 else 1
             logits = round_lanes(max(logits, batch)) if logits else 0
             lanes = round_lanes(max(lanes, logits))
             finals, captures = (max(least, round_kept(count)) if count else 0 for count in (finals, captures))
-        return StepShape(lanes, logits, finals, captures, next_power_of_2(max(self.length)), draws)
+        return StepShape(lanes, logits, finals, captures, next_power_of_2(self.longest), draws, edits)
 
     def pack(self, shape: StepShape, masks_row: int, spare_slot: int) -> np.ndarray:
-        """All integers, int64, in the order of `StepInputs`; padding touches nothing but the spare slot."""
-        pads = (masks_row, 0, 0, 0, -1, 0, spare_slot, 0, 0, 0, 0)
-        values: list[int] = []
-        for name, size, pad in zip(StepInputs._fields, shape.sizes, pads, strict=True):
-            given: list[int] = getattr(self, name)
-            values += given
-            values += [pad] * (size - len(given))
-        return np.array(values, dtype=np.int64)
+        """All integers, int64, in the order of `StepInputs` but without ``free_rows``.
+
+        Padding touches nothing but the spare slot.
+        """
+        lanes = self._lanes + [masks_row, 0, 0, 0, -1] * (shape.lanes - self.num_lanes)
+        blocks = self._blocks + [0, spare_slot, 0, 0] * (shape.logits - self.num_blocks)
+        values = array("q")
+        for field in range(5):
+            values.extend(lanes[field::5])
+        for field in range(4):
+            values.extend(blocks[field::4])
+        for kept, size in ((self.final_lane, shape.finals), (self.capture_lane, shape.captures)):
+            values.extend(kept + [0] * (size - len(kept)))
+        return np.frombuffer(values, dtype=np.int64)
 
 
 def next_power_of_2(count: int) -> int:

@@ -17,7 +17,6 @@ from herald.select import Selector
 from herald.transfer import Transfer, make_transfer
 from herald.transfer.streams import DeviceStreams
 
-
 # Cores left to the step loop and to whoever feeds the device, where one runs beside the selection.
 SPARE_CORES = 2
 

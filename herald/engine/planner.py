@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 
 from herald.engine.blocks import BlockTable
 from herald.engine.lanes import StepPlan
 from herald.engine.request import Phase, Request
 from herald.engine.resident import SetUpdate
-from herald.engine.retriever import Retriever
+from herald.engine.retriever import Retriever, Selection
+from herald.engine.selection_clock import SelectionClock, SelectionTimes
 from herald.engine.trace import Span, Trace
 from herald.errors import HeraldError, RetrievalFailed
 
 
-@dataclass
+@dataclass(slots=True)
 class Part:
     """A request's part in a step.
 
@@ -26,9 +26,10 @@ class Part:
         block, step: what is denoised; step -1 for a forward that only selects.
         lanes: how many it has.
         final: the block before is final in this step.
-        free_rows: where the rows of that block go in the arena; see `ResidentSet.append_block`.
+        free_rows: int64, flat arena rows where the rows of that block go, None for those that follow the set.
         captures: the block whose selection gets the queries of a lane, -1 for none.
         own_rows_due: see `Selection`.
+        times: of that selection, where they are measured.
     """
 
     request: Request
@@ -36,9 +37,15 @@ class Part:
     step: int
     lanes: int = 0
     final: bool = False
-    free_rows: torch.Tensor | None = None
+    free_rows: np.ndarray | None = None
     captures: int = -1
     own_rows_due: bool = True
+    times: SelectionTimes | None = None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether look-ahead lanes for the next block are among its lanes."""
+        return self.step >= 0 and self.captures > self.block
 
 
 class StepPlanner:
@@ -47,25 +54,77 @@ class StepPlanner:
     Args:
         retriever: look-ahead retrieval, None without offload.
         trace: receives spans.
+
+    Attributes:
+        clock: measures, and decides when look-aheads run, with ``lookahead="late"``; None for a fixed step.
     """
 
     def __init__(self, retriever: Retriever | None, trace: Trace) -> None:
         self.retriever = retriever
         self.trace = trace
+        self.clock: SelectionClock | None = None
+        self._batch = 0
 
     def plan(self, requests: list[Request], table: BlockTable) -> tuple[StepPlan, list[Part]]:
         """Lanes of all requests; those whose rows cannot be brought are left out, with their `error`."""
         plan, parts = StepPlan(), []
+        self._batch = len(requests)
         looks_left = max(4, -(-len(requests) // 4))  # look-aheads are spread over steps
+        late = self._late_looks(requests)
         for request in requests:
+            if request.is_plain and not late.get(request, False):
+                parts.append(self._plan_plain(request, table, plan))
+                continue
             try:
-                part = self._plan_request(request, table, plan, looks_left > 0)
+                part = self._plan_request(request, table, plan, late.get(request, looks_left > 0))
             except Exception as error:
                 request.error = retrieval_error(request, error)
             else:
                 looks_left -= part.captures >= 0
                 parts.append(part)
         return plan, parts
+
+    def _plan_plain(self, request: Request, table: BlockTable, plan: StepPlan) -> Part:
+        """Add the lane of a step that only denoises."""
+        resident = request.resident
+        assert resident is not None
+        source = table.tokens_row(request.slot)
+        lane = plan.add_lane(source, request.prefix, resident.row_start, resident.length)
+        plan.add_block(lane, request.slot, False, request.step_quota)
+        part = Part(request, request.block, request.step, lanes=1)
+        count_down(request)
+        return part
+
+    def submitted(self, part: Part) -> None:
+        """The selection of a part's queries was submitted."""
+        selection = part.request.selection
+        if self.clock is not None and selection is not None:
+            part.times = part.request.times = self.clock.submitted(selection)
+
+    def ran(self, parts: list[Part], start: float, end: float) -> None:
+        """A step ran from ``start`` to ``end``, in seconds on the clock of `time.perf_counter`."""
+        if self.clock is None:
+            return
+        if any(part.step >= 0 for part in parts):
+            self.clock.lookahead.step_took(end - start)
+        for part in parts:
+            if part.times is not None:
+                self.clock.asked(part.times, end)
+
+    def _late_looks(self, requests: list[Request]) -> dict[Request, bool]:
+        """Whether each request whose look-ahead can wait looks ahead now; a fixed step decides for others."""
+        if self.clock is None or not self.clock.lookahead.measured:
+            return {}
+        able, to_come = [], []
+        for request in requests:
+            if request.left > 0 and (self.looks_ahead(request) or self._refresh_lands(request)):
+                steps = request.steps_to_come
+                if steps is not None:
+                    able.append(request)
+                    to_come.append(steps)
+        under_way = max((request.unread for request in able), default=0)
+        looks = self.clock.lookahead.due(to_come, self.clock.queued, self.clock.running, under_way)
+        return dict(zip(able, looks, strict=True))
 
     def _plan_request(self, request: Request, table: BlockTable, plan: StepPlan, may_look: bool) -> Part:
         """Add the request's lanes of the next step; at a block's begin, bring its rows first."""
@@ -81,9 +140,9 @@ class StepPlanner:
             update = self._update_of(request, prefix)
             if update is not None:
                 self._apply(request, update, request.block + 1)
-                free_rows = self._upload(update.plan.free_rows)
+                free_rows = update.plan.free_rows
             elif resident.needs_selection(prefix):
-                free_rows = self._upload(resident.slide_window(prefix))
+                free_rows = resident.slide_window(prefix)
             request.block += 1
             request.step = 0
             request.left = request.block_length
@@ -93,7 +152,7 @@ class StepPlanner:
             self._count_wait(request, request.block)
         part = Part(request, request.block, request.step, final=opening, free_rows=free_rows)
         start, length, slot = resident.row_start, resident.length, request.slot
-        first, parent = len(plan.source), -1
+        first, parent = plan.num_lanes, -1
         if opening:
             parent = plan.add_lane(table.closed_row(slot), prefix - request.block_length, start, length)
             plan.final_lane.append(parent)
@@ -109,7 +168,7 @@ class StepPlanner:
             masks = plan.add_lane(table.masks_row, prefix + request.block_length, start, length, context)
             plan.capture_lane.append(masks)
             part.captures = request.block + 1
-        part.lanes = len(plan.source) - first
+        part.lanes = plan.num_lanes - first
         request.plain_until = self._plain_until(request, part.captures >= 0)
         count_down(request)
         return part
@@ -124,8 +183,15 @@ class StepPlanner:
             return 0
         more = request.block < request.last_block
         if more and request.resident.needs_selection(request.prefix + request.block_length):
-            return config.lookahead_step
+            return max(config.lookahead_step, self._step_before_look(request))
         return request.block_length
+
+    def _step_before_look(self, request: Request) -> int:
+        """A step of the block before which a late look-ahead is not due; 0 where that is not known."""
+        if self.clock is None or not self.clock.lookahead.measured or not request.is_certain:
+            return 0
+        needed = self.clock.lookahead.steps_needed(self._batch + self.clock.queued)
+        return request.step + (request.steps_to_come or 0) - needed
 
     def selects_at_boundary(self, request: Request, prefix: int) -> bool:
         """No look-ahead ran for the next block, and it cannot begin without a selection."""
@@ -165,8 +231,7 @@ class StepPlanner:
             return
         assert request.resident is not None
         if request.resident.config.on_late == "wait" or selection.ready:
-            request.missed.append(selection)
-            request.selection = None
+            self._give_up(request, selection)
 
     def _refreshes(self, request: Request) -> bool:
         """Whether this step's own queries select for the block anew."""
@@ -191,8 +256,7 @@ class StepPlanner:
             return
         assert self.retriever is not None and request.resident is not None
         if selection.block < request.block:
-            request.missed.append(selection)
-            request.selection = None
+            self._give_up(request, selection)
             return
         update = selection.update.result()
         if selection.own_rows_due or update.version != request.resident.version:
@@ -200,12 +264,24 @@ class StepPlanner:
             return
         self._apply(request, update, request.block)
 
+    def _give_up(self, request: Request, selection: Selection) -> None:
+        """Forget a selection whose block is over; its rows may still be on the way."""
+        request.missed.append(selection)
+        request.selection = None
+        self._note_arrival(request, time.perf_counter())
+
+    def _note_arrival(self, request: Request, at: float | None) -> None:
+        if self.clock is not None and request.times is not None:
+            self.clock.arrived(request.times, at)
+        request.times = None
+
     def _apply(self, request: Request, update: SetUpdate, block: int) -> None:
         """Put an update's rows into their slots, and count how long they travelled."""
         assert self.retriever is not None and request.resident is not None
+        span = None if update.ticket is None else update.ticket.span
+        self._note_arrival(request, None if span is None else span[1])
         if update.ticket is not None:
             request.counters.transfer_seconds += update.ticket.seconds or 0.0
-            span = update.ticket.span
             if span is not None:
                 moved = len(update.plan.src_rows)
                 at = (request.request_id, block)
@@ -251,10 +327,6 @@ class StepPlanner:
         if request.left > 0:
             return self._refresh_lands(request)
         return request.resident.config.on_late == "wait" and selection.block > request.block
-
-    def _upload(self, rows: np.ndarray) -> torch.Tensor:
-        assert self.retriever is not None
-        return self.retriever.store.transfer.upload(rows)
 
 
 def count_down(request: Request) -> None:

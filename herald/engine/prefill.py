@@ -1,19 +1,22 @@
 """Layer-major prefill: every prompt position passes layer l before any passes layer l+1.
 
-One layer's KV is on the device at a time, beside copies of at most three layers on their way to the host,
-so peak memory does not grow with the number of layers. The work is a list of (layer, chunk) units that
-a scheduler can spread over steps. The lane of the first block to decode runs along: while a layer's
-whole KV is there its queries choose the first resident set, exactly, and its logits are step 0 of the
-first block.
+One layer's KV is on the device at a time, beside copies of a few chunks on their way to the host, and of a
+long prompt three chunks of hidden states. So peak memory does not grow with the number of layers, and with a
+prompt only by the KV of one layer. The work is a list of (layer, chunk) units that a scheduler can spread
+over steps. The lane of the first block to decode runs along: while a layer's whole KV is there its queries
+choose the first resident set, exactly, and its logits are step 0 of the first block.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from herald.engine.hidden_states import HiddenStates
 from herald.engine.resident import ResidentSet
 from herald.engine.runner import LaneRunner
 from herald.transfer import Ticket
@@ -22,10 +25,28 @@ from herald_kernels import prefill_attention, resident_attention, score_rows
 # Log-sum-exp given to queries of known positions: no row gets a score from them.
 NO_VOTE = 1e30
 
-StoreLayer = Callable[[int, torch.Tensor], Ticket]
+# Chunks whose rotary phases are kept.
+MAX_KEPT_PHASES = 8
+# Copies of chunks on their way to the host.
+MAX_COPIES = 6
+
 # (q [B, heads, head_dim], lse [B, heads], rows [kv_heads, n, 2 * head_dim], scale, span that is chosen from)
 # -> float32 [kv_heads, n]; see `herald_kernels.score_rows`.
 FirstScores = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, tuple[int, int]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RowStore:
+    """Where prefill sends the prompt's rows.
+
+    Attributes:
+        store: called with (layer, start, rows [kv_heads, c, 2 * head_dim]) for every chunk; copies it to the
+            host and returns the copy's ticket.
+        page_size: chunks begin at multiples of it.
+    """
+
+    store: Callable[[int, int, torch.Tensor], Ticket]
+    page_size: int
 
 
 def scores_by(operator: str) -> FirstScores:
@@ -48,9 +69,8 @@ class PrefillTask:
         prefix_tokens: int64 [n] on the device, whole blocks of the prompt.
         block_tokens: int64 [B], the first block to decode: prompt tail, then mask ids.
         masked: bool [B], positions of it to decode; only their queries choose rows.
-        chunk: positions of a unit, rounded down to whole blocks.
-        store_layer: called with (layer, rows [kv_heads, n, 2 * head_dim]) when a layer's KV is whole;
-            copies it to the host and returns the copy's ticket. None without offload.
+        chunk: positions of a unit, rounded down to whole blocks, with offload to whole pages; at least one.
+        row_store: takes the rows to the host. None without offload.
         scores: of the rows of a layer, by which the first set is chosen.
     """
 
@@ -62,7 +82,7 @@ class PrefillTask:
         block_tokens: torch.Tensor,
         masked: torch.Tensor,
         chunk: int,
-        store_layer: StoreLayer | None,
+        row_store: RowStore | None,
         scores: FirstScores,
     ) -> None:
         self.runner = runner
@@ -70,26 +90,28 @@ class PrefillTask:
         self.resident = resident
         self.masked = masked
         self.scores = scores
-        self.store_layer = store_layer
+        self.row_store = row_store
         self.prefix = prefix_tokens.numel()
         self.block_length = block_tokens.numel()
-        self.step = max(chunk // self.block_length, 1) * self.block_length
+        whole = self.block_length if row_store is None else row_store.page_size
+        self.step = max(chunk // whole, 1) * whole
         self.starts = list(range(0, self.prefix, self.step)) or [0]
         self.layer = 0
         self.chunk = 0
         self.logits: torch.Tensor | None = None
 
         model, device = self.model, self.model.device
-        self._hidden = model.embed(prefix_tokens)
+        self._hidden = HiddenStates(
+            model.embed, prefix_tokens, model.config.hidden_size, model.dtype, self.starts
+        )
         self._lane_hidden = model.embed(block_tokens)
-        positions = torch.arange(self.prefix + self.block_length, device=device)
-        self._rope = model.rope(positions)
+        self._phases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         shape = (model.config.num_kv_heads, self.prefix, 2 * model.config.head_dim)
-        self._rows = None if store_layer is None else torch.empty(shape, dtype=model.dtype, device=device)
+        self._rows = None if row_store is None else torch.empty(shape, dtype=model.dtype, device=device)
         self._zero = torch.zeros(1, dtype=torch.int64, device=device)
         self._no_parent = torch.full((1,), -1, dtype=torch.int32, device=device)
         self._length = torch.full((1, shape[0]), self.prefix, dtype=torch.int32, device=device)
-        self._stored: list[Ticket] = []
+        self._stored: deque[Ticket] = deque()
 
     @property
     def done(self) -> bool:
@@ -108,18 +130,23 @@ class PrefillTask:
         start = self.starts[self.chunk]
         end = min(start + self.step, self.prefix)
         if end > start:  # a prompt shorter than a block has nothing to prefill but its lane
-            hidden = self._hidden[start:end]
-            cos, sin = (part[start:end] for part in self._rope)
+            hidden = self._hidden.take(self.layer, self.chunk)
+            cos, sin = self._rope(start, end)
             q = self.runner.project(self.layer, hidden, cos, sin, rows[:, start:end].unsqueeze(0))
             out = prefill_attention(q, rows[:, :end], start, self.block_length, self.model.softmax_scale)
             hidden.copy_(self.model.finish_layer(self.layer, hidden, out.reshape(end - start, -1)))
+            self._hidden.give_back(self.chunk)
+            if self.row_store is not None:
+                if len(self._stored) == MAX_COPIES:
+                    self._stored.popleft().wait_host()
+                self._stored.append(self.row_store.store(self.layer, start, rows[:, start:end]))
         self.chunk += 1
         if self.chunk == len(self.starts):
             self._finish_layer(rows[:, : self.prefix])
 
     def _finish_layer(self, rows: torch.Tensor) -> None:
         """Run the first block's lane through the layer, choose its rows, send the KV away."""
-        cos, sin = (part[self.prefix :] for part in self._rope)
+        cos, sin = self._rope(self.prefix, self.prefix + self.block_length)
         lane_rows = self.runner.new_rows(1, self.block_length)
         q = self.runner.project(self.layer, self._lane_hidden, cos, sin, lane_rows)
         out, lse = resident_attention(
@@ -134,17 +161,24 @@ class PrefillTask:
         )
         attn = out.reshape(self.block_length, -1)
         self._lane_hidden = self.model.finish_layer(self.layer, self._lane_hidden, attn)
-        if self.store_layer is not None and self.prefix:
+        if self.row_store is not None and self.prefix:
             self.resident.fill(self.layer, rows, self._choose(q, lse[0], rows), self.prefix)
-            if len(self._stored) > 1:
-                self._stored[-2].wait_host()
-            self._stored.append(self.store_layer(self.layer, rows))
         self.layer += 1
         self.chunk = 0
         if self.done:
-            if self.store_layer is None:
+            self._hidden.close()
+            if self.row_store is None:
                 self.resident.mark_dense(self.prefix)
             self.logits = self.model.logits(self._lane_hidden)
+
+    def _rope(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of positions ``[start, end)``; those of a few chunks are kept from layer to layer."""
+        phases = self._phases.get(start)
+        if phases is None:
+            phases = self.model.rope(torch.arange(start, end, device=self.model.device))
+            if len(self._phases) <= MAX_KEPT_PHASES:
+                self._phases[start] = phases
+        return phases
 
     def _choose(self, q: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Exact first selection of a layer: int64 [kv_heads, T(n)], ascending.

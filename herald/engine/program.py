@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from herald.engine.blocks import BlockTable
 from herald.engine.lanes import StepInputs, StepPlan, StepShape
-from herald_kernels import commit, greedy_confidence, open_blocks, resident_attention
+from herald_kernels import commit, commit_edits, copy_rows, greedy_confidence, open_blocks, resident_attention
 
 if TYPE_CHECKING:
     from herald.engine.runner import LaneRunner
@@ -29,8 +30,9 @@ class StepProgram:
         inputs: int64 vector, written before each run (see `StepInputs`).
         report: int64 [R, B + 1] after a run: masks left (-1 for non-finite logits), then the tokens, -1
             where masked. With ``shape.draws`` it is made by `commit` afterwards.
-        final_rows: [layers, F, kv_heads, B, 2 * head_dim].
-        queries, lse: [layers, C, B, heads, head_dim] and float32 [layers, C, B, heads].
+        rows_a_final: rows of a final lane over all layers and KV heads.
+        final_rows: [F, layers, kv_heads, B, 2 * head_dim]; a run writes them to the arena too.
+        queries, lse: [C, layers, B, heads, head_dim] and float32 [C, layers, B, heads].
         logits, best, confidence: of R lanes, kept only with ``shape.draws``.
     """
 
@@ -39,7 +41,10 @@ class StepProgram:
         self.table = table
         self.shape = shape
         model, block = runner.model, table.block_length
-        self.inputs = torch.from_numpy(StepPlan().pack(shape, table.masks_row, table.spare)).to(model.device)
+        self.rows_a_final = model.config.num_layers * model.config.num_kv_heads * block
+        padding = StepPlan().pack(shape, table.masks_row, table.spare)
+        none = np.full(shape.finals * self.rows_a_final, -1, dtype=np.int64)
+        self.inputs = torch.from_numpy(np.concatenate([padding, none])).to(model.device)
         self._offsets = torch.arange(block, device=model.device)
         self.report: torch.Tensor | None = None
         self.logits: torch.Tensor | None = None
@@ -69,13 +74,15 @@ class StepProgram:
             self._run()
         self._graph = graph
 
-    def run(self, inputs: torch.Tensor) -> None:
+    def run(self, inputs: torch.Tensor | None) -> None:
         """One step on the current stream.
 
         Args:
-            inputs: int64 vector in (page-locked) host memory, unchanged until the step is done.
+            inputs: int64 vector in (page-locked) host memory, unchanged until the step is done; None for the
+                integers of the run before.
         """
-        self.inputs.copy_(inputs, non_blocking=True)
+        if inputs is not None:
+            self.inputs.copy_(inputs, non_blocking=True)
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -116,10 +123,14 @@ class StepProgram:
             )
             hidden = model.finish_layer(layer, hidden, out.view(hidden.shape[0], -1))
             if self.final_rows is not None:
-                torch.index_select(rows, 0, given.final_lane, out=self.final_rows[layer])
+                torch.index_select(rows, 0, given.final_lane, out=self.final_rows[:, layer])
             if self.queries is not None and self.lse is not None:
-                torch.index_select(q, 0, given.capture_lane, out=self.queries[layer])
-                torch.index_select(lse, 0, given.capture_lane, out=self.lse[layer])
+                torch.index_select(q, 0, given.capture_lane, out=self.queries[:, layer])
+                torch.index_select(lse, 0, given.capture_lane, out=self.lse[:, layer])
+        if self.final_rows is not None:
+            # After the last layer: until then lanes of this step attend to what the slots held.
+            rows = self.final_rows.view(-1, self.final_rows.shape[-1])
+            copy_rows(runner.arena.flat_rows, given.free_rows, rows, None)
         if shape.logits:
             self._decide(hidden.view(shape.lanes, block, -1).index_select(0, given.logit_lane), given)
 
@@ -130,6 +141,8 @@ class StepProgram:
         step = lanes if self.shape.draws else HEAD_LANES
         for first in range(0, lanes, step):
             logits = model.logits(hidden[first : first + step].flatten(0, 1))
+            if self.shape.edits:
+                self._exclude_mask(logits, given.slot[first : first + step])
             token, probability = greedy_confidence(logits)
             best.append(token)
             confidence.append(probability)
@@ -141,9 +154,17 @@ class StepProgram:
         else:
             self.commit(self.best, self.confidence)
 
+    def _exclude_mask(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
+        """Where blocks are edited no masked position may become a mask: -inf in ``logits`` [L * B, vocab]."""
+        table = self.table
+        edited = (table.edit_threshold[slots] < float("inf")).unsqueeze(1)
+        logits[:, table.mask_id].masked_fill_((table.masked[slots] & edited).view(-1), float("-inf"))
+
     def take_logits(self, inputs: torch.Tensor, logits: torch.Tensor) -> None:
         """Stand in for a run of one lane whose logits [B, vocab_size] were computed elsewhere."""
         self.inputs.copy_(inputs, non_blocking=True)
+        if self.shape.edits:
+            self._exclude_mask(logits, StepInputs.views(self.inputs, self.shape).slot)
         token, probability = greedy_confidence(logits)
         self.best, self.confidence = token.view(1, -1), probability.view(1, -1)
         self.logits = logits.unsqueeze(0)
@@ -152,6 +173,23 @@ class StepProgram:
         """Fix candidates [R, B] by their confidence float32 [R, B]; makes the report."""
         given, table = StepInputs.views(self.inputs, self.shape), self.table
         assert self.best is not None
+        if self.shape.edits:
+            self.report = commit_edits(
+                table.tokens,
+                table.masked,
+                table.draft,
+                table.edits,
+                table.edit_threshold,
+                given.slot,
+                given.opening,
+                self.best,
+                candidate,
+                confidence,
+                given.quota,
+                table.threshold,
+                table.mask_id,
+            )
+            return
         self.report = commit(
             table.tokens,
             table.masked,

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from herald.transfer.streams import DeviceClock, HostEvent
+
+
+class _Given:
+    """Page-locked memory for the integers of steps of one shape, ``count`` of them before ``free_rows``."""
+
+    def __init__(self, buffer: torch.Tensor, count: int) -> None:
+        self.buffer = buffer
+        self._array = buffer.numpy()
+        self._array[count:] = -1
+        self._count = self._used = count
+
+    def fill(self, numbers: np.ndarray, free_rows: Sequence[np.ndarray]) -> None:
+        array, at = self._array, self._count
+        array[:at] = numbers
+        for rows in free_rows:
+            array[at : at + rows.size] = rows
+            at += rows.size
+        if at < self._used:
+            array[at : self._used] = -1
+        self._used = at
 
 
 class StepReport:
@@ -22,23 +43,34 @@ class StepReport:
         self.device = device
         self._clock = clock
         self._stream = torch.cuda.current_stream(device) if clock is not None else None
-        # By size: steps of several shapes take turns, and page-locked memory is slow to come by.
-        self._inputs: dict[int, tuple[torch.Tensor, np.ndarray]] = {}
-        self._reports: dict[torch.Size, torch.Tensor] = {}
+        # By shape: steps of several take turns, and page-locked memory is slow to come by.
+        self._given: dict[tuple[int, int], _Given] = {}
+        self._reports: dict[torch.Size, tuple[torch.Tensor, np.ndarray]] = {}
         self.inputs = torch.empty(0, dtype=torch.int64)
-        self._report = torch.empty(0, 1, dtype=torch.int64)
+        self._report = np.empty((0, 1), dtype=np.int64)
         self._rows = 0
         self._issued = 0.0
         self._start = self._event()
         self._end = self._event()
 
-    def begin(self, inputs: np.ndarray) -> None:
-        """Take a step's integers (int64) and note when it starts."""
-        if inputs.size not in self._inputs:
-            buffer = self._buffer(inputs.size)
-            self._inputs[inputs.size] = buffer, buffer.numpy()
-        self.inputs, array = self._inputs[inputs.size]
-        array[:] = inputs
+    def begin(self, numbers: np.ndarray, free_rows: Sequence[np.ndarray] = (), room: int = 0) -> None:
+        """Take a step's integers, of `StepInputs` in their order, and note when it starts.
+
+        Args:
+            numbers: int64, all but ``free_rows``.
+            free_rows: int64 each, one behind the other.
+            room: integers of ``free_rows`` in all; those that are not given become -1.
+        """
+        key = (numbers.size, room)
+        if key not in self._given:
+            self._given[key] = _Given(self._buffer(sum(key)), numbers.size)
+        given = self._given[key]
+        given.fill(numbers, free_rows)
+        self.inputs = given.buffer
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Note when a step starts whose integers are those of the step before."""
         self._issued = time.perf_counter()
         self._start = self._record(self._start)
 
@@ -46,10 +78,12 @@ class StepReport:
         """Bring a report [R, B + 1], of which the first ``rows`` count, to the host once the step is done."""
         self._rows = rows if report is not None else 0
         if report is not None and rows:
-            if report.shape not in self._reports:
-                self._reports[report.shape] = self._buffer(report.numel()).view(report.shape)
-            self._report = self._reports[report.shape]
-            self._report.copy_(report, non_blocking=True)
+            pair = self._reports.get(report.shape)
+            if pair is None:
+                host = self._buffer(report.numel()).view(report.shape)
+                pair = self._reports[report.shape] = host, host.numpy()
+            pair[0].copy_(report, non_blocking=True)
+            self._report = pair[1]
         self._end = self._record(self._end)
 
     def done(self) -> bool:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from herald.decode import StopChecker, quota
+from herald.decode import DecodePolicy, StopChecker
+from herald.engine.lookahead import Pace
 from herald.errors import HeraldError
 from herald.outputs import FinishReason
 from herald.sampling_params import SamplingParams
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from herald.engine.prefill import PrefillTask
     from herald.engine.resident import ResidentSet
     from herald.engine.retriever import Selection
+    from herald.engine.selection_clock import SelectionTimes
 
 
 class Phase(Enum):
@@ -61,12 +63,14 @@ class Request:
         slot: of the block table; -1 before it has one.
         block, step: the block being denoised and the steps of it that were launched.
         left: its masked positions after those steps. Exact without a threshold; with one, as of the last
-            report that was read, and 0 only when no position is masked.
+            report that was read, and 0 only when no position is masked (and none may be edited any more).
         plain_until: steps of the block below this one have neither look-ahead nor refresh, and find nothing
             to apply: they differ from the step before in their quota only.
         unread: launched steps whose reports were not read yet.
         waits_since: when the device had done all steps of a request that cannot go on without its rows.
+        pace: how fast its blocks lose their masks, where a threshold decides.
         selection: the look-ahead, boundary or late selection that is under way.
+        times: of that selection, where somebody measures them.
         missed: selections that were given up; their rows may still be on the way.
         selected_block: the last block whose selection was applied.
         stored: the last job that stores or indexes rows of the request; a selection comes after it.
@@ -80,6 +84,7 @@ class Request:
     block_length: int
     eos_token_ids: tuple[int, ...]
     checker: StopChecker
+    policy: DecodePolicy
     prompt: str | None = None
     arrived: float = field(default_factory=time.perf_counter)
 
@@ -105,7 +110,9 @@ class Request:
     unread: int = 0
     waits_since: float | None = None
     selected_block: int = -1
+    pace: Pace = field(default_factory=Pace)
     selection: Selection | None = None
+    times: SelectionTimes | None = None
     missed: list[Selection] = field(default_factory=list)
     stored: Future[None] | None = None
     store_error: BaseException | None = None
@@ -142,7 +149,7 @@ class Request:
     @cached_property
     def quotas(self) -> list[int]:
         """Positions that each step of a block commits at least."""
-        return quota(self.block_length, self.params.denoising_steps)
+        return self.policy.quotas(self.block_length, self.params)
 
     @property
     def step_quota(self) -> int:
@@ -150,9 +157,31 @@ class Request:
         return self.quotas[min(self.step, len(self.quotas) - 1)]
 
     @property
+    def steps_to_come(self) -> int | None:
+        """Steps of the block after the next one; with a threshold a low estimate, or None without any."""
+        if not self.is_certain:
+            left = self.pace.steps_left(self.left)
+            return None if left is None else left - 1
+        left, count = self.left - self.step_quota, 0
+        while left > 0:
+            count += 1
+            left -= self.quotas[min(self.step + count, len(self.quotas) - 1)]
+        return count
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next step only denoises; see ``plain_until``."""
+        return self.left > 0 and self.step < self.plain_until
+
+    @property
     def is_certain(self) -> bool:
         """Whether the host knows how many positions a step commits before it has run."""
-        return self.params.confidence_threshold is None
+        return self.params.confidence_threshold is None and not self.edits
+
+    @property
+    def edits(self) -> bool:
+        """Whether tokens of a block may change until it ends."""
+        return self.params.editing_threshold is not None
 
     @property
     def may_stop(self) -> bool:

@@ -222,25 +222,24 @@ class ResidentSet:
             self._positions = update.plan.positions
             self.version += 1
 
-    def append_block(self, rows: torch.Tensor, free_rows: torch.Tensor | None, prefix: int) -> None:
-        """Write a finished block's final KV into the slots kept for it.
+    def next_rows(self) -> np.ndarray:
+        """Flat arena rows, int64 [layers * kv_heads * B], of the B slots that follow the set."""
+        slots = np.arange(self.length, self.length + self.block_length, dtype=np.int64)
+        return self._flat_rows(slots)
+
+    def append_block(self, prefix: int, follows: bool) -> None:
+        """A finished block's final KV was written, on the device, into the slots kept for it.
 
         Args:
-            rows: [layers, kv_heads, B, 2 * head_dim] on the device.
-            free_rows: int64 [layers * kv_heads * B], flat arena rows; None where the set is the whole prefix
-                and the block takes the next B slots.
             prefix: positions before and in the block.
+            follows: the set is the whole prefix, and the slots are those of `next_rows`; else a plan or
+                `slide_window` has entered the block's positions.
         """
         with self._lock:
-            if free_rows is None:
-                begin = self.row_start + self.length
-                self.arena.rows[:, :, begin : begin + self.block_length].copy_(rows)
+            if follows and self.config.enabled:
+                self._read_first_set()
                 block = np.arange(prefix - self.block_length, prefix, dtype=np.int32)
-                if self.config.enabled:
-                    self._read_first_set()
-                    self._positions[:, :, self.length : self.length + self.block_length] = block
-            else:
-                copy_rows(self.arena.flat_rows, free_rows, rows.view(-1, rows.shape[-1]), None)
+                self._positions[:, :, self.length : self.length + self.block_length] = block
             self.length = self.size_for(prefix)
             self.prefix = prefix
             self.version += 1
@@ -252,7 +251,7 @@ class ResidentSet:
         selected before stays. The block's positions are entered at once.
 
         Returns:
-            int64 [layers * kv_heads * B], for `append_block`.
+            int64 [layers * kv_heads * B].
         """
         with self._lock:
             self._read_first_set()
@@ -261,9 +260,13 @@ class ResidentSet:
             positions = self._positions.copy()
             np.put_along_axis(positions, slots, np.broadcast_to(block, slots.shape), axis=2)
             self._positions = positions
-            heads = np.arange(self._shape[0] * self._shape[1], dtype=np.int64)
-            base = heads.reshape(*self._shape, 1) * self.arena.capacity + self.row_start
-            return (base + slots).reshape(-1)
+            return self._flat_rows(slots)
+
+    def _flat_rows(self, slots: np.ndarray) -> np.ndarray:
+        """Flat arena rows of ``slots`` [layers, kv_heads, n], or [n] for all of them."""
+        heads = np.arange(self._shape[0] * self._shape[1], dtype=np.int64)
+        base = heads.reshape(*self._shape, 1) * self.arena.capacity + self.row_start
+        return (base + slots).reshape(-1)
 
     def _leaving_slots(self, prefix: int) -> np.ndarray:
         grown = self.size_for(prefix) - self.length

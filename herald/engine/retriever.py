@@ -23,6 +23,7 @@ import torch
 
 from herald.engine.bounce import BounceBuffers
 from herald.engine.memory import HostStore
+from herald.engine.prefill import RowStore
 from herald.engine.request import Request
 from herald.engine.resident import SetUpdate
 from herald.engine.trace import Span, Trace
@@ -100,18 +101,23 @@ class Retriever:
         self._storer.close()
         self._indexers.shutdown()
 
-    def store_layer(self, request: Request, layer: int, rows: torch.Tensor) -> Ticket:
-        """Send one layer's prefill KV to the request's pages and index it there.
+    def row_store(self, request: Request) -> RowStore:
+        """Where prefill sends the rows of a request."""
+        return RowStore(partial(self._store_chunk, request), self.store.layout.page_size)
+
+    def _store_chunk(self, request: Request, layer: int, start: int, rows: torch.Tensor) -> Ticket:
+        """Send a chunk of one layer's prefill KV to the request's pages and index it there.
 
         Args:
-            rows: [kv_heads, n, 2 * head_dim] on the device; copied before this returns, so that the
-                caller may overwrite it with later work on the same stream.
+            start: its first position, the first of a page.
+            rows: [kv_heads, c, 2 * head_dim] on the device; copied before this returns, so that the caller
+                may overwrite it with later work on the same stream.
         """
         assert request.pages is not None
         size = self.store.layout.page_size
         heads, n, width = rows.shape
         whole = n // size
-        pages = request.pages[: -(-n // size)]
+        pages = request.pages[start // size : -(-(start + n) // size)]
         pool = self.store.pool.rows[layer]
         # clone, not contiguous(): one page or one head would come back as a view of the caller's buffer
         paged = _copy(rows[:, : whole * size].reshape(heads, whole, size, width).transpose(0, 1))
@@ -125,7 +131,12 @@ class Retriever:
             dst.extend(pool[int(pages[-1]), :, : n % size])
         ticket = self.store.transfer.write_back(src, dst, after=_event(rows))
         append = partial(
-            self.store.index.append_span, pages, 0, n, layers=(layer, layer + 1), executor=self._indexers
+            self.store.index.append_span,
+            request.pages,
+            start,
+            start + n,
+            layers=(layer, layer + 1),
+            executor=self._indexers,
         )
         request.stored = self._storer.submit(self._index, request, ticket, append)
         return ticket

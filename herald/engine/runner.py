@@ -65,27 +65,27 @@ class LaneRunner:
         self._graph_pool = None
 
     def final_rows(self, finals: int, block_length: int) -> torch.Tensor:
-        """Where programs leave the KV of final lanes: ``[layers, finals, kv_heads, B, 2 * head_dim]``.
+        """Where programs leave the KV of final lanes: ``[finals, layers, kv_heads, B, 2 * head_dim]``.
 
         One tensor serves all programs with as many final lanes: the next step overwrites it.
         """
         key = (finals, block_length)
         if key not in self._final_rows:
-            rows = self.new_rows(finals, block_length)
-            self._final_rows[key] = rows.new_empty(self.model.config.num_layers, *rows.shape)
+            lanes = finals * self.model.config.num_layers
+            self._final_rows[key] = self.new_rows(lanes, block_length).unflatten(0, (finals, -1))
         return self._final_rows[key]
 
     def captured(self, captures: int, block_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where programs leave captured queries, as `final_rows`.
 
         Returns:
-            queries ``[layers, captures, B, heads, head_dim]`` of the model's dtype, and log-sum-exps
-            float32 ``[layers, captures, B, heads]``.
+            queries ``[captures, layers, B, heads, head_dim]`` of the model's dtype, and log-sum-exps
+            float32 ``[captures, layers, B, heads]``.
         """
         key = (captures, block_length)
         if key not in self._captured:
             config, device = self.model.config, self.model.device
-            shape = (config.num_layers, captures, block_length, config.num_heads)
+            shape = (captures, config.num_layers, block_length, config.num_heads)
             queries = torch.empty(*shape, config.head_dim, dtype=self.model.dtype, device=device)
             self._captured[key] = queries, torch.empty(shape, dtype=torch.float32, device=device)
         return self._captured[key]

@@ -57,6 +57,10 @@ class Scheduler:
                 groups.setdefault(request.block_length, []).append(request)
         return sorted(groups.values(), key=lambda group: self._turns.get(group[0].block_length, 0))
 
+    def is_all(self, groups: list[list[Request]]) -> bool:
+        """Whether the one group of `decoding` is all there is: nobody prefills, and nobody waits."""
+        return not self.waiting and len(groups) == 1 and len(groups[0]) == len(self.running)
+
     def had_turn(self, block_length: int) -> None:
         """A step of the requests of that block length was launched."""
         self._turns[block_length] = next(self._count)

@@ -43,6 +43,30 @@ class Span:
     bytes: int = 0
 
 
+class ForwardPart(NamedTuple):
+    """What a request had in a forward; see `Span`."""
+
+    request_id: str
+    block: int
+    step: int
+    lanes: int
+    lookahead: bool
+
+
+class _Forward(NamedTuple):
+    """A forward whose spans, one for each request, are made when somebody asks for them."""
+
+    start: float
+    end: float
+    parts: list[ForwardPart]
+
+    def spans(self) -> list[Span]:
+        return [
+            Span("forward", self.start, self.end, p.request_id, p.block, p.step, p.lanes, p.lookahead)
+            for p in self.parts
+        ]
+
+
 class _DeviceSpan(NamedTuple):
     kind: SpanKind
     request_id: str
@@ -60,16 +84,36 @@ class Trace:
 
     def __init__(self, capacity: int = 100_000, device: torch.device | None = None) -> None:
         self.capacity = capacity
-        self._spans: list[Span] = []
+        self._kept: list[Span | _Forward] = []
+        self._count = 0
         self._lock = threading.Lock()
         self._clock = DeviceClock(device) if device is not None and device.type == "cuda" else None
         self._pending: deque[_DeviceSpan] = deque()
 
     def add(self, span: Span) -> None:
+        self._keep(span, 1)
+
+    def add_forward(self, start: float, end: float, parts: list[ForwardPart]) -> None:
+        """A span for each request of a forward."""
+        self._keep(_Forward(start, end, parts), len(parts))
+
+    def _keep(self, entry: Span | _Forward, spans: int) -> None:
         with self._lock:
-            if len(self._spans) >= self.capacity:
-                del self._spans[: self.capacity // 10]
-            self._spans.append(span)
+            self._kept.append(entry)
+            self._count += spans
+            if self._count > self.capacity:
+                self._forget(self._count - self.capacity + self.capacity // 10)
+
+    def _forget(self, spans: int) -> None:
+        """Drop the oldest entries that hold as many spans, but for the newest entry."""
+        entries = 0
+        while spans > 0 and entries < len(self._kept) - 1:
+            entry = self._kept[entries]
+            size = len(entry.parts) if isinstance(entry, _Forward) else 1
+            self._count -= size
+            spans -= size
+            entries += 1
+        del self._kept[:entries]
 
     @contextmanager
     def span(self, kind: SpanKind, request_id: str = "", block: int = -1) -> Iterator[None]:
@@ -100,12 +144,20 @@ class Trace:
         """All spans so far; of the device's, those that have ended."""
         self._settle()
         with self._lock:
-            return list(self._spans)
+            kept = list(self._kept)
+        spans: list[Span] = []
+        for entry in kept:
+            if isinstance(entry, _Forward):
+                spans += entry.spans()
+            else:
+                spans.append(entry)
+        return spans
 
     def clear(self) -> None:
         self._pending.clear()
         with self._lock:
-            self._spans.clear()
+            self._kept.clear()
+            self._count = 0
 
     def _settle(self) -> None:
         """Turn the events that have happened into spans."""

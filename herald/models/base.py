@@ -20,7 +20,8 @@ class BlockModel(ABC):
 
     Args:
         config: shape of the model.
-        tensors: what `parameters` lists, by name; all on one device, of one dtype.
+        tensors: what `parameters` lists, by name; all on one device, of one dtype (the first's) but for
+            those parameters that have a dtype of their own.
     """
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -30,7 +31,7 @@ class BlockModel(ABC):
         self.dtype: torch.dtype = first.dtype
         self.weight_bytes: int = sum(tensor.nbytes for tensor in tensors.values())
         self.softmax_scale: float = config.head_dim**-0.5
-        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling, self.device)
+        self.rotary = RotaryEmbedding(config.rotary_dim, config.rope_theta, config.rope_scaling, self.device)
 
     @classmethod
     @abstractmethod
@@ -70,7 +71,7 @@ class BlockModel(ABC):
         """Final norm and head: [T, hidden_size] -> [T, vocab_size] in the model's dtype."""
 
     def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``positions`` [T] int64 -> (cos, sin), each [T, head_dim / 2] float32."""
+        """``positions`` [T] int64 -> (cos, sin), each [T, rotary_dim / 2] float32."""
         return self.rotary(positions)
 
     def dense_logits(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from herald.config import check, is_whole
 from herald.errors import InvalidOption, ModelNotFound, WeightsError
 from herald.models.fields import integer, names, number, token_ids
+from herald.models.moe_config import MoeConfig, read_moe
 from herald.models.registry import Family, find_family
 from herald.models.rope import RopeScaling, read_rope
 
@@ -34,6 +35,8 @@ class ModelConfig:
         mask_token_id: the token a position holds until it is committed.
         eos_token_ids: any of them ends a sequence.
         dtype: of the checkpoint's weights.
+        partial_rotary_factor: share of each head that is rotated, from its first dimension on.
+        moe: experts in the place of MLPs, None for a dense model.
     """
 
     family: str
@@ -57,6 +60,8 @@ class ModelConfig:
     bos_token_id: int | None
     pad_token_id: int | None
     dtype: torch.dtype
+    partial_rotary_factor: float = 1.0
+    moe: MoeConfig | None = None
 
     def __post_init__(self) -> None:
         for field in (
@@ -77,6 +82,9 @@ class ModelConfig:
             f"use a divisor of num_heads={self.num_heads}",
         )
         check(self.head_dim >= 2 and self.head_dim % 2 == 0, "head_dim", self.head_dim, "use an even number")
+        factor = self.partial_rotary_factor
+        rotates = 0 < factor <= 1 and self.rotary_dim >= 2 and self.rotary_dim % 2 == 0
+        check(rotates, "partial_rotary_factor", factor, "use a share of the head, such as 0.5 or 1.0")
         check(
             1 <= self.block_length <= self.max_position_embeddings,
             "block_length",
@@ -89,6 +97,11 @@ class ModelConfig:
             self.mask_token_id,
             f"pass mask_token_id, the checkpoint's mask token in [0, {self.vocab_size})",
         )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def max_positions(self) -> int:
@@ -154,7 +167,7 @@ def read_config(path: str | Path, block_length: int = 0, mask_token_id: int | No
         "use None for the checkpoint's, or a token id",
     )
     family = find_family(names(raw, "architectures"))
-    _refuse_unsupported(raw)
+    _refuse_unsupported(raw, family)
 
     num_heads = integer(raw, "num_attention_heads")
     hidden_size = integer(raw, "hidden_size")
@@ -180,10 +193,13 @@ def read_config(path: str | Path, block_length: int = 0, mask_token_id: int | No
         mask_token_id=integer(raw, "mask_token_id", family.mask_token_id)
         if mask_token_id is None
         else mask_token_id,
-        eos_token_ids=token_ids("eos_token_id", _either("eos_token_id", generation, raw)),
+        eos_token_ids=token_ids("eos_token_id", _either("eos_token_id", generation, raw))
+        or family.eos_token_ids,
         bos_token_id=_either("bos_token_id", generation, raw),
         pad_token_id=_either("pad_token_id", generation, raw),
         dtype=_dtype(raw),
+        partial_rotary_factor=number(raw, "partial_rotary_factor", 1.0),
+        moe=None if family.router is None else read_moe(raw, family.router),
     )
 
 
@@ -209,7 +225,11 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
     return DTYPES[name]
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
+    for key, expected in family.fixed:
+        value = raw.get(key)
+        remedy = f"only checkpoints with {key}={expected!r} are supported"
+        check(value is None or value == expected, key, value, remedy)
     activation = raw.get("hidden_act", "silu")
     check(activation == "silu", "hidden_act", activation, "only 'silu' checkpoints are supported")
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None

@@ -17,17 +17,18 @@ def block_causal(num_positions: int, block_length: int, device: torch.device) ->
 def norm_and_rotate(
     heads: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """RMSNorm over each head, then rotation of dim i with dim i + D/2.
+    """RMSNorm over each head, then rotation of dim i with dim i + R/2; those from R on stay.
 
-    ``heads`` [T, heads, D], ``weight`` [D] or None for no norm, ``cos``/``sin`` [T, D/2] float32.
+    ``heads`` [T, heads, D], ``weight`` [D] or None for no norm, ``cos``/``sin`` [T, R/2] float32.
     """
     if weight is not None:
         wide = heads.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         heads = wide.to(heads.dtype) * weight
-    first, second = heads.float().chunk(2, dim=-1)
+    half = cos.shape[-1]
+    first, second, rest = heads.float().split((half, half, heads.shape[-1] - 2 * half), dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(heads.dtype)
 
 
 def dense_logits(model: BlockModel, input_ids: torch.Tensor) -> torch.Tensor:

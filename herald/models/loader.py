@@ -47,3 +47,13 @@ def num_parameters(config: ModelConfig) -> int:
     """Weights of a model of this shape, counted without reading any."""
     parameters = family_named(config.family).model_class().parameters(config)
     return sum(math.prod(parameter.shape) for parameter in parameters)
+
+
+def num_active_parameters(config: ModelConfig) -> int:
+    """The weights that a token passes: of routed experts only as many as it chooses."""
+    total, moe = num_parameters(config), config.moe
+    if moe is None:
+        return total
+    layers = max(config.num_layers - moe.first_dense_layers, 0)
+    expert = 3 * config.hidden_size * moe.intermediate_size
+    return total - layers * (moe.num_experts - moe.experts_per_token) * expert

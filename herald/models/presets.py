@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from herald.models.config import ModelConfig
+from herald.models.moe_config import MoeConfig
 
 
 def _sdar(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int) -> ModelConfig:
@@ -34,8 +37,53 @@ def _sdar(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: 
     )
 
 
+SDAR_30B_A3B = replace(
+    _sdar(48, 2048, 6144, 32),
+    family="sdar_moe",
+    num_kv_heads=4,
+    moe=MoeConfig(score="softmax", num_experts=128, experts_per_token=8, intermediate_size=768),
+)
+
+LLADA2_MINI = ModelConfig(
+    family="llada2_moe",
+    num_layers=20,
+    hidden_size=2048,
+    intermediate_size=5120,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=157184,
+    rms_norm_eps=1e-6,
+    rope_theta=6e5,
+    rope_scaling=None,
+    max_position_embeddings=32768,
+    tie_word_embeddings=False,
+    qk_norm=True,
+    attention_bias=False,
+    block_length=32,
+    mask_token_id=156895,
+    eos_token_ids=(156892,),
+    bos_token_id=None,
+    pad_token_id=156892,
+    dtype=torch.bfloat16,
+    partial_rotary_factor=0.5,
+    moe=MoeConfig(
+        score="sigmoid",
+        num_experts=256,
+        experts_per_token=8,
+        intermediate_size=512,
+        num_shared_experts=1,
+        first_dense_layers=1,
+        num_groups=8,
+        top_groups=4,
+        scale=2.5,
+    ),
+)
+
 PRESETS: dict[str, ModelConfig] = {
     "sdar-1.7b": _sdar(28, 2048, 6144, 16),
     "sdar-4b": _sdar(36, 2560, 9728, 32),
     "sdar-8b": _sdar(36, 4096, 12288, 32),
+    "sdar-30b-a3b": SDAR_30B_A3B,
+    "llada2-mini": LLADA2_MINI,
 }

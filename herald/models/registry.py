@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from herald.errors import UnknownArchitecture
+from herald.models.moe_config import Score
 
 if TYPE_CHECKING:
     from herald.models.base import BlockModel
@@ -29,6 +30,10 @@ class Family:
         block_length: block length of released checkpoints whose configuration is silent.
         mask_token_id: mask token of released checkpoints whose configuration is silent.
         qk_norm: whether queries and keys pass an RMSNorm for each head.
+        eos_token_ids: end tokens of released checkpoints that name none.
+        router: score of its experts' router, None for a dense family.
+        policy: how its authors decode, a name in `herald.decode.policy`.
+        fixed: keys of ``config.json`` that must have this value where they have one; no other is built.
     """
 
     name: str
@@ -38,6 +43,10 @@ class Family:
     block_length: int
     mask_token_id: int
     qk_norm: bool
+    eos_token_ids: tuple[int, ...] = ()
+    router: Score | None = None
+    policy: str = "quota"
+    fixed: tuple[tuple[str, Any], ...] = ()
 
     def model_class(self) -> type[BlockModel]:
         module, _, name = self.model.partition(":")
@@ -53,6 +62,39 @@ FAMILIES: tuple[Family, ...] = (
         block_length=4,
         mask_token_id=151669,
         qk_norm=True,
+    ),
+    Family(
+        name="sdar_moe",
+        architectures=("SDARMoeForCausalLM",),
+        model="herald.models.sdar_moe:SdarMoeModel",
+        block_length_keys=("block_size", "block_length"),
+        block_length=4,
+        mask_token_id=151669,
+        qk_norm=True,
+        router="softmax",
+        fixed=(("decoder_sparse_step", 1), ("mlp_only_layers", [])),
+    ),
+    Family(
+        name="llada2_moe",
+        architectures=("LLaDA2MoeModelLM",),
+        model="herald.models.llada2_moe:Llada2MoeModel",
+        block_length_keys=("block_size", "block_length"),
+        block_length=32,
+        mask_token_id=156895,
+        qk_norm=True,
+        eos_token_ids=(156892,),
+        router="sigmoid",
+        policy="llada2",
+        fixed=(
+            ("use_qk_norm", True),
+            ("use_qkv_bias", False),
+            ("use_bias", False),
+            ("norm_head", False),
+            ("use_rmsnorm", True),
+            ("using_split_qkv_in_self_attention", False),
+            ("score_function", "sigmoid"),
+            ("moe_router_enable_expert_bias", True),
+        ),
     ),
 )
 

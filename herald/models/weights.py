@@ -27,10 +27,17 @@ SHOWN_NAMES = 8
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the checkpoint: its name there and the shape it must have."""
+    """A tensor of the checkpoint.
+
+    Attributes:
+        name: in the checkpoint.
+        shape: that it must have.
+        dtype: that it keeps in any model; None for the model's.
+    """
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,11 @@ class Parameter:
     def shape(self) -> tuple[int, ...]:
         first = self.sources[0].shape
         return (sum(source.shape[0] for source in self.sources), *first[1:])
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That it keeps in any model; None for the model's."""
+        return self.sources[0].dtype
 
 
 @dataclass(frozen=True)
@@ -189,7 +201,7 @@ def load_parameters(
     dtype: torch.dtype,
     tolerated: frozenset[str] = frozenset(),
 ) -> dict[str, torch.Tensor]:
-    """All ``parameters`` on ``device`` in ``dtype``, by their name in the model.
+    """All ``parameters`` on ``device`` in ``dtype`` (or their own), by their name in the model.
 
     Files are memory-mapped and each tensor is converted on its own into its place, so host memory
     beyond the page cache holds one tensor at a time.
@@ -201,7 +213,7 @@ def load_parameters(
     loaded: dict[str, torch.Tensor] = {}
     by_file: dict[Path, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for parameter in parameters:
-        target = torch.empty(parameter.shape, dtype=dtype, device=device)
+        target = torch.empty(parameter.shape, dtype=parameter.dtype or dtype, device=device)
         loaded[parameter.name] = target
         places = target.split([source.shape[0] for source in parameter.sources])
         for source, place in zip(parameter.sources, places, strict=True):

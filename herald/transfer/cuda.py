@@ -48,14 +48,14 @@ class DeviceTicket(Ticket):
         """Give the ticket the ids that `device_rows` returns, before `finish_issue`."""
         self._rows = rows
 
-    def begin(self) -> None:
-        """Record the start on the current stream."""
+    def begin(self, stream: Any = None) -> None:
+        """Record the start on ``stream``, or on the current one."""
         self._issued_at = time.perf_counter()
-        self._start.record()
+        self._start.record(stream)
 
-    def finish_issue(self) -> None:
-        """Record the end on the current stream: everything has been issued."""
-        self._end.record()
+    def finish_issue(self, stream: Any = None) -> None:
+        """Record the end on ``stream``, or on the current one: everything has been issued."""
+        self._end.record(stream)
         self._issued.set()
 
     def fail(self, error: BaseException) -> None:
@@ -235,16 +235,20 @@ class CudaTransfer(Transfer):
                     stream.wait_event(after)
                 if self.delay is not None:
                     self.delay()
-                ticket.begin()
+                ticket.begin(stream)
                 issue()
-                ticket.finish_issue()
+                ticket.finish_issue(stream)
         except BaseException as error:
             ticket.fail(error)
 
     def _copy_back(self, pairs: Pairs) -> None:
         base = self.pool_rows.data_ptr()
         for source, target in pairs:
-            for begin, end in within_registrations(target, base, self.register_bytes):
+            pieces = within_registrations(target, base, self.register_bytes)
+            if len(pieces) == 1:
+                target.copy_(source, non_blocking=True)
+                continue
+            for begin, end in pieces:
                 target[begin:end].copy_(source[begin:end], non_blocking=True)
 
 

@@ -7,13 +7,16 @@ imports without Triton.
 
 from herald_kernels.dispatch import OPS, Backend, backend
 from herald_kernels.ops.commit import commit
+from herald_kernels.ops.commit_edits import commit_edits
 from herald_kernels.ops.copy_rows import copy_rows
+from herald_kernels.ops.expert_mlp import expert_mlp
 from herald_kernels.ops.greedy_confidence import greedy_confidence
 from herald_kernels.ops.open_blocks import open_blocks
 from herald_kernels.ops.prefill_attention import prefill_attention
 from herald_kernels.ops.qk_norm_rope import qk_norm_rope
 from herald_kernels.ops.resident_attention import resident_attention
 from herald_kernels.ops.rms_norm import rms_norm
+from herald_kernels.ops.route_experts import route_experts
 from herald_kernels.ops.score_codes import score_codes
 from herald_kernels.ops.score_rows import score_rows
 from herald_kernels.ops.silu_mul import silu_mul
@@ -23,13 +26,16 @@ __all__ = [
     "Backend",
     "backend",
     "commit",
+    "commit_edits",
     "copy_rows",
+    "expert_mlp",
     "greedy_confidence",
     "open_blocks",
     "prefill_attention",
     "qk_norm_rope",
     "resident_attention",
     "rms_norm",
+    "route_experts",
     "score_codes",
     "score_rows",
     "silu_mul",

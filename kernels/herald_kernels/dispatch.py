@@ -12,13 +12,16 @@ from typing import Any, Literal
 
 OPS = (
     "commit",
+    "commit_edits",
     "copy_rows",
+    "expert_mlp",
     "greedy_confidence",
     "open_blocks",
     "prefill_attention",
     "qk_norm_rope",
     "resident_attention",
     "rms_norm",
+    "route_experts",
     "score_codes",
     "score_rows",
     "silu_mul",

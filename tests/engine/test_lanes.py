@@ -8,6 +8,7 @@ import torch
 
 from herald.engine.blocks import BlockTable
 from herald.engine.lanes import StepInputs, StepPlan, next_power_of_2, round_kept, round_lanes
+from herald.sampling_params import SamplingParams
 
 
 def plan_of_two() -> StepPlan:
@@ -69,15 +70,22 @@ def test_few_shapes_occur() -> None:
 
 
 def test_slots_of_a_table() -> None:
+    fixed = SamplingParams(confidence_threshold=None)
+    edited = SamplingParams(confidence_threshold=0.5, editing_threshold=0.25, max_post_steps=7)
     table = BlockTable(4, 2, 99, torch.device("cpu"))
-    first = table.take(np.array([1, 2, 99, 99]), np.array([False, False, True, True]), None)
-    second = table.take(np.array([99] * 4), np.array([True] * 4), 0.5)
+    first = table.take(np.array([1, 2, 99, 99]), np.array([False, False, True, True]), fixed)
+    second = table.take(np.array([99] * 4), np.array([True] * 4), edited)
     assert {first, second, table.spare} == {0, 1, 2}
     assert table.rows[table.tokens_row(first)].tolist() == [1, 2, 99, 99]
     assert table.rows[table.draft_row(first)].tolist() == [1, 2, 99, 99]
     assert table.rows[table.masks_row].tolist() == [99] * 4
     assert table.threshold.tolist()[first] == float("inf") and table.threshold.tolist()[second] == 0.5
+    assert table.edit_threshold.tolist()[second] == 0.25 and table.edits[second].tolist() == [0, 0, 7]
     assert not table.masked[table.spare].any()
     table.give_back(first)
-    again = table.take(np.array([7, 99, 99, 99]), np.array([False, True, True, True]), None)
+    again = table.take(np.array([7, 99, 99, 99]), np.array([False, True, True, True]), edited)
     assert again == first and table.tokens[again].tolist() == [7, 99, 99, 99]
+    assert table.edits[again].tolist() == [1, 0, 7]
+    table.give_back(again)
+    assert table.take(np.array([1, 2, 3, 99]), np.array([False, False, False, True]), fixed) == again
+    assert table.edit_threshold.tolist()[again] == float("inf")

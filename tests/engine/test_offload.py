@@ -154,13 +154,40 @@ def test_refresh_of_everything_equals_dense(make_engine: MakeEngine) -> None:
 
 
 def test_a_refresh_that_misses_its_block_is_dropped(make_engine: MakeEngine) -> None:
-    """Blocks that end before the refresh lands go on with the look-ahead or a selection at the boundary."""
+    """With a threshold, blocks that end before the refresh lands select at their boundary, each of them."""
     offload = OffloadConfig(kv_budget=0.2, refresh_step=1, refresh_lag=9, **SMALL)
     engine = make_engine("sdar_b8", offload)
     engine.on_retriever = lambda retriever, store: setattr(retriever, "delay", lambda: time.sleep(0.003))
-    requests = run(engine, [random_prompt(n, n) for n in (90, 300)], PARAMS)
-    assert all(len(r.missed) > 2 and len(r.output_ids) == 44 for r in requests)
+    unsure = SamplingParams(max_tokens=44, ignore_eos=True, confidence_threshold=1.0, denoising_steps=4)
+    requests = run(engine, [random_prompt(n, n) for n in (90, 300)], unsure)
+    for request in requests:
+        assert len(request.missed) > 2 and len(request.output_ids) == 44
+        assert request.counters.lookaheads == 0
+        assert request.counters.boundary_selections == request.counters.blocks - 1
+        assert request.counters.late_selections == 0
     assert not leaks(engine)
+
+
+def test_a_refresh_that_leaves_no_lookahead_is_refused(make_engine: MakeEngine) -> None:
+    """A known number of steps has to have one after the refresh has landed."""
+    prompt = random_prompt(88, 1)  # whole blocks: the first one takes all steps too
+    for step, lag in ((1, 3), (3, 1), (2, 9)):
+        offload = OffloadConfig(kv_budget=0.2, refresh_step=step, refresh_lag=lag, **SMALL)
+        engine = make_engine("sdar_b8", offload)
+        with pytest.raises(
+            InvalidOption, match="a block of 4 steps; use a sum of at most 3, or refresh_step=0"
+        ):
+            engine.add_request(prompt, PARAMS)
+        assert not engine.has_work
+    fits = make_engine("sdar_b8", OffloadConfig(kv_budget=0.2, refresh_step=1, refresh_lag=2, **SMALL))
+    (request,) = run(fits, [prompt], PARAMS)
+    assert request.counters.lookaheads == request.counters.blocks - 1
+    dense = make_engine("sdar_b8", OffloadConfig(enabled=False, refresh_step=3, refresh_lag=9))
+    run(dense, [prompt], PARAMS)
+    with pytest.raises(
+        InvalidOption, match="a block of 2 steps; use refresh_step=0, or more denoising steps"
+    ):
+        fits.add_request(prompt, SamplingParams(max_tokens=8, confidence_threshold=None, denoising_steps=2))
 
 
 def test_sparse_differs_from_dense_when_starved(make_engine: MakeEngine) -> None:

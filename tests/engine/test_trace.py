@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from herald.config import OffloadConfig
-from herald.engine.trace import busy_seconds
+from herald.engine.trace import ForwardPart, Span, Trace, busy_seconds
 from herald.sampling_params import SamplingParams
 from tests.engine.conftest import MakeEngine
 from tests.engine.support import random_prompt, run
@@ -45,3 +45,23 @@ def test_spans_and_counters_agree(make_engine: MakeEngine, lookahead_step: int) 
     selections = [span for span in spans if span.kind == "selection"]
     assert [span.block for span in selections] == [51, 52, 53, 54]
     assert all(span.bytes > 0 and span.rows > 0 for span in selections)
+
+
+def test_the_oldest_spans_make_room() -> None:
+    """Forwards count with all their spans, which are made when somebody asks."""
+    trace = Trace(capacity=40)
+    added: list[Span] = []
+    for number in range(200):
+        count = (0, 1, 7)[number % 3]
+        parts = [ForwardPart(f"r{i}", number, i, 1 + i, i == 2) for i in range(count)]
+        trace.add_forward(number, number + 0.5, parts)
+        trace.add(Span("index", number, number + 0.25, "r0", number))
+        added += [Span("forward", number, number + 0.5, *part) for part in parts]
+        added.append(Span("index", number, number + 0.25, "r0", number))
+        spans = trace.spans()
+        assert spans == added[-len(spans) :]
+        assert len(spans) == len(added) if len(added) <= 40 else 28 <= len(spans) <= 40
+    trace.clear()
+    assert trace.spans() == []
+    trace.add_forward(0.0, 1.0, [ForwardPart("r", 0, 0, 1, False)] * 60)
+    assert len(trace.spans()) == 60  # the newest forward stays whole

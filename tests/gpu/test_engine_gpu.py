@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from herald.config import EngineConfig, OffloadConfig
+from herald.engine import hidden_states
 from herald.engine.engine import Engine
 from herald.engine.memory import HostStore
 from herald.engine.retriever import Retriever
@@ -167,3 +168,14 @@ def test_layers_scored_by_the_device_change_no_token(bits: int, monkeypatch: pyt
         assert [scan.layers > 0 for scan in scans] == [True] * share
         engine.close()
     assert found[True] == found[False]
+
+
+def test_hidden_states_on_the_host_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [random_prompt(n, n) for n in (90, 300, 511)]
+    found = []
+    for kept in (1 << 30, 0):
+        monkeypatch.setattr(hidden_states, "KEPT_BYTES", kept)
+        engine = make(OffloadConfig(kv_budget=0.3, **SMALL), prefill_chunk=64)
+        found.append([tokens(run(engine, prompts, PARAMS)) for _ in range(3)])
+        engine.close()
+    assert found[0] == found[1]

@@ -101,3 +101,61 @@ def commit_lane(
     best_first = sorted(open_positions, key=lambda i: (-confidence[i], i))
     chosen = over if len(over) >= wanted else best_first[:wanted]
     return sorted(chosen), len(open_positions) - len(chosen)
+
+
+def route_token(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    score: str,
+    num_groups: int,
+    top_groups: int,
+    normalise: bool,
+    scale: float,
+) -> tuple[list[int], list[float]]:
+    """Experts and weights of one token [D], best first."""
+    logits = weight.double() @ hidden.double()
+    scores = (logits.softmax(-1) if score == "softmax" else logits.sigmoid()).tolist()
+    worth = scores if bias is None else [s + b for s, b in zip(scores, bias.tolist(), strict=True)]
+    size = len(scores) // num_groups
+    allowed = list(range(len(scores)))
+    if num_groups > 1:
+        of_group = [sum(sorted(worth[g * size : (g + 1) * size])[-2:]) for g in range(num_groups)]
+        best = sorted(range(num_groups), key=lambda g: (-of_group[g], g))[:top_groups]
+        allowed = [e for e in allowed if e // size in best]
+    chosen = sorted(allowed, key=lambda e: (-worth[e], e))[:top_k]
+    total = sum(scores[e] for e in chosen) if normalise else 1.0
+    return chosen, [scores[e] / total * scale for e in chosen]
+
+
+def expert_mlp_token(
+    hidden: torch.Tensor,
+    ids: list[int],
+    weights: list[float],
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """Weighted sum over the experts of one token [D], in float64."""
+    total = torch.zeros(hidden.shape[0], dtype=torch.float64, device=hidden.device)
+    for expert, weight in zip(ids, weights, strict=True):
+        gate, up = (gate_up[expert].double() @ hidden.double()).chunk(2)
+        total += weight * (down[expert].double() @ (gate * torch.sigmoid(gate) * up))
+    return total
+
+
+def edit_lane(
+    tokens: list[int],
+    masked: list[bool],
+    candidate: list[int],
+    confidence: list[float],
+    head: int,
+    threshold: float,
+    mask_id: int,
+) -> list[int]:
+    """Committed positions of one lane from ``head`` on that another token replaces."""
+    return [
+        i
+        for i in range(head, len(tokens))
+        if not masked[i] and candidate[i] not in (tokens[i], mask_id) and confidence[i] > threshold
+    ]

@@ -37,6 +37,10 @@ class Inputs:
         self.tokens, self.draft, self.closed = ids(9, BLOCK), ids(9, BLOCK), ids(9, BLOCK)
         self.masked = torch.zeros(9, BLOCK, dtype=torch.bool, device=target.device)
         self.threshold = torch.full((9,), 1e-4, device=target.device)
+        self.router, self.expert_ids = new(64, 512), ids(tokens, 8).int()
+        self.expert_weights = new(tokens, 8).float()
+        self.gate_up, self.down = new(64, 256, 512), new(64, 512, 128)
+        self.edits, self.edit_threshold = ids(9, 3), torch.full((9,), 1e-5, device=target.device)
 
     def fill(self, target: Target, seed: int) -> None:
         """Other values, at the same addresses."""
@@ -56,6 +60,11 @@ class Inputs:
         self.tokens.copy_(draw.integers(0, 100, 9, BLOCK))
         self.masked.copy_(draw.integers(0, 2, 9, BLOCK) > 0)
         self.masked[8] = False
+        self.gate_up /= 512**0.5
+        self.expert_ids.copy_(draw.integers(0, 64, *self.expert_ids.shape)).masked_fill_(
+            draw.integers(0, 3, *self.expert_ids.shape) == 0, 5
+        )
+        self.edits.copy_(draw.integers(0, 4, 9, 3))
 
     def step(self) -> list[torch.Tensor]:
         """All operations, each at least once; what they return and what they changed."""
@@ -76,9 +85,30 @@ class Inputs:
         tables = self.tokens, self.masked, self.draft
         kernels.open_blocks(*tables, self.closed, self.slots, self.opening, 7)
         report = kernels.commit(*tables, self.slots, best, best, confidence, self.quota, self.threshold)
+        edited = kernels.commit_edits(
+            *(*tables, self.edits, self.edit_threshold, self.slots, self.opening, best, best, confidence),
+            *(self.quota, self.threshold, 7),
+        )
+        experts, shares = kernels.route_experts(
+            normed, self.router, None, 8, score="sigmoid", num_groups=8, top_groups=4
+        )
+        mixed = self.hidden.clone()
+        kernels.expert_mlp(normed, self.expert_ids, self.expert_weights, self.gate_up, self.down, mixed)
         copied = torch.zeros_like(self.arena[0, :60])
         kernels.copy_rows(copied, self.dst_rows, self.arena[0], None)
-        written = [self.q, self.rows, self.tokens, self.masked, self.draft, self.closed]
+        written = [
+            edited,
+            experts,
+            shares,
+            mixed,
+            self.edits,
+            self.q,
+            self.rows,
+            self.tokens,
+            self.masked,
+            self.draft,
+            self.closed,
+        ]
         results = [normed, gated, out, lse, scores, chunk, best, confidence, report, copied, *written]
         return [result.clone() for result in results]
 

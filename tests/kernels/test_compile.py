@@ -150,6 +150,43 @@ def test_qk_norm_rope(compiled: list[Any]) -> None:
     check(compiled, BF16, products=False)
 
 
+def test_qk_norm_rope_of_half_a_head(compiled: list[Any]) -> None:
+    qkv, phase = torch.zeros(640, 24 * 128, dtype=BF16), torch.zeros(640, 32)
+    q_out, rows_out = torch.zeros(640, 16, 128, dtype=BF16), torch.zeros(20, 4, 32, 256, dtype=BF16)
+    weight = torch.zeros(128, dtype=BF16)
+    kernel_of("qk_norm_rope")(qkv, weight, weight, phase, phase, q_out, rows_out, 16, 4, 1e-6)
+    check(compiled, BF16, products=False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype", "experts", "groups"),
+    [(BF16, BF16, 256, 8), (BF16, FP32, 256, 8), (BF16, BF16, 128, 1), (FP32, FP32, 256, 8)],
+    ids=str,
+)
+def test_route_experts(
+    compiled: list[Any], dtype: torch.dtype, weight_dtype: torch.dtype, experts: int, groups: int
+) -> None:
+    hidden, weight = torch.zeros(40, 2048, dtype=dtype), torch.zeros(experts, 2048, dtype=weight_dtype)
+    score = "sigmoid" if groups > 1 else "softmax"
+    bias = torch.zeros(experts) if groups > 1 else None
+    kernel_of("route_experts")(hidden, weight, bias, 8, score, groups, groups // 2, True, 2.5)
+    check(compiled, dtype, products=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype"), [(32, BF16), (640, BF16), (1280, BF16), (4096, BF16), (640, FP32)], ids=str
+)
+def test_expert_mlp(compiled: list[Any], tokens: int, dtype: torch.dtype) -> None:
+    """16B-A1B: 256 experts of 512, 8 a token, hidden size 2048."""
+    hidden = torch.zeros(1, 2048, dtype=dtype).expand(tokens, -1)
+    ids = torch.zeros(tokens, 8, dtype=torch.int32)
+    gate_up = torch.zeros(1, dtype=dtype).expand(256, 1024, 2048)
+    down = torch.zeros(1, dtype=dtype).expand(256, 2048, 512)
+    kernel_of("expert_mlp")(hidden, ids, ids.float(), gate_up, down, hidden)
+    assert len(compiled) == 5
+    check(compiled, dtype, products=True)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_greedy_confidence(compiled: list[Any], dtype: torch.dtype) -> None:
     kernel_of("greedy_confidence")(torch.zeros(4, 151_936, dtype=dtype))
@@ -171,6 +208,17 @@ def test_commit(compiled: list[Any]) -> None:
     slots = torch.zeros(2, dtype=torch.int64)
     kernel_of("commit")(
         tokens, tokens > 0, tokens, slots, tokens, tokens, confidence, slots, confidence[:, 0]
+    )
+    check(compiled, FP32, products=False)
+
+
+def test_commit_edits(compiled: list[Any]) -> None:
+    tokens, confidence = torch.zeros(2, 32, dtype=torch.int64), torch.zeros(2, 32)
+    slots, edits = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
+    threshold = confidence[:, 0]
+    kernel_of("commit_edits")(
+        *(tokens, tokens > 0, tokens, edits, threshold, slots, slots, tokens, tokens, confidence),
+        *(slots, threshold, 7),
     )
     check(compiled, FP32, products=False)
 

@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from herald.models import BlockModel, load_model
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 SDAR_FOLDERS = ("sdar_b4", "sdar_b8")
+LLADA2_FOLDERS = ("llada2_moe", "llada21_moe", "llada21_moe_mask_top")
+MOE_FOLDERS = ("sdar_moe", *LLADA2_FOLDERS)
 LOGITS_TOLERANCE = 2e-4
 
 
@@ -23,6 +27,18 @@ def description(folder: str) -> dict[str, Any]:
 @cache
 def tensors(folder: str) -> dict[str, torch.Tensor]:
     return load_file(GOLDEN / folder / "golden.safetensors")
+
+
+def golden_model(
+    folder: str,
+    device: str = "cpu",
+    dtype: torch.dtype | None = torch.float32,
+    block_length: int | None = None,
+) -> BlockModel:
+    """The checkpoint with the block length (or another) and the mask token of its expected results."""
+    about = description(folder)
+    block = about["logits"]["B"] if block_length is None else block_length
+    return load_model(GOLDEN / folder, device, dtype, block, about["mask_id"])
 
 
 def decode_cases(*folders: str) -> list[tuple[str, dict[str, Any]]]:

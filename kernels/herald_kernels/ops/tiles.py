@@ -44,6 +44,25 @@ class Strip:
     heads: int = 1
 
 
+@dataclass(frozen=True)
+class ProductTiles:
+    """How one program of a matrix product works.
+
+    Args:
+        rows: of a tile (tokens).
+        columns: of a tile; of gate and up each, where both are made.
+        depth: values of the inner dimension that are in a step of the loop.
+        num_warps: warps of the program.
+        num_stages: steps in flight.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
 # The table: one H200, bf16, head_dim 128, hidden size 4096. `bench_kernels --tune all` measures it again.
 RESIDENT = Tiles(64, 64, 4, 3)
 RESIDENT_LONG = Tiles(128, 128, 8, 3)  # from LONG_ROWS rows in a call on
@@ -56,6 +75,18 @@ SILU_MUL = Strip(1024, 4)
 ROTATE = Strip(8, 4)
 ROTATE_MANY = Strip(16, 4, heads=2)  # beyond ROTATE_TOKENS tokens
 ROTATE_TOKENS = 640
+ROUTE = ProductTiles(16, 0, 64, 4, 3)  # columns: all experts
+ROUTE_EXACT = ProductTiles(16, 0, 16, 8, 1)  # float32
+COMBINE = Strip(1024, 4)
+# Pairs an expert has on average, up to which (gate and up, down) work so; the last beyond. With few rows it
+# counts how many bytes of weights are in flight, with many how often a byte that was read is used.
+EXPERTS = (
+    (10.0, (ProductTiles(16, 64, 64, 4, 5), ProductTiles(16, 128, 64, 4, 5))),
+    (24.0, (ProductTiles(32, 64, 64, 4, 4), ProductTiles(32, 128, 64, 4, 4))),
+    (64.0, (ProductTiles(64, 64, 64, 4, 4), ProductTiles(64, 128, 64, 4, 4))),
+    (float("inf"), (ProductTiles(128, 128, 64, 8, 3), ProductTiles(128, 128, 64, 8, 4))),
+)
+EXPERTS_EXACT = (ProductTiles(16, 32, 16, 4, 1), ProductTiles(16, 64, 16, 4, 1))  # float32
 
 # Of one multiprocessor.
 SHARED_BYTES = 227 << 10
@@ -79,6 +110,13 @@ def resident_tiles(num_queries: int, head_dim: int, dtype: torch.dtype, total_ro
 def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
     """Tiles of `prefill_attention`."""
     return EXACT if dtype == torch.float32 else WIDE_HEADS if head_dim > 128 else PREFILL
+
+
+def expert_tiles(pairs_an_expert: float, dtype: torch.dtype) -> tuple[ProductTiles, ProductTiles]:
+    """Tiles of `expert_mlp`: of the product of gate and up, and of that of down; both have as many rows."""
+    if dtype == torch.float32:
+        return EXPERTS_EXACT
+    return next(pair for most, pair in EXPERTS if pairs_an_expert <= most)
 
 
 def rotate_strip(num_tokens: int) -> Strip:

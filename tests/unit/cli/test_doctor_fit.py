@@ -13,6 +13,7 @@ from herald.doctor.fit import (
     index_bytes_per_token,
     largest,
 )
+from herald.engine.hidden_states import KEPT_BYTES
 
 GIB = 1 << 30
 SDAR_8B = ModelShape(
@@ -50,15 +51,24 @@ def test_host_bytes_come_in_pages() -> None:
 def test_device_bytes_at_32k() -> None:
     tokens, config = 32768, OffloadConfig(kv_budget=0.08)
     resident = 2622  # ceil(0.08 x 32768)
-    transient = tokens * (4096 * 2 + 4 * 8 * 2 * 128 * 2 + 4 * 128)
+    transient = tokens * (4096 * 2 + 8 * 2 * 128 * 2 + 8 * 16)  # hidden states, one layer's KV, scores
     expected = 16 * GIB + WORKSPACE_BYTES + 2 * resident * 147_456 + transient
     assert device_bytes(SDAR_8B, tokens, config) == expected
     assert expected - 16 * GIB < 6 * GIB
 
 
+def test_hidden_states_of_a_long_prompt_are_on_the_host() -> None:
+    config = OffloadConfig(kv_budget=0.02, index_bits=16)
+    before, after = KEPT_BYTES // (4096 * 2), KEPT_BYTES // (4096 * 2) + 64
+    assert host_bytes(SDAR_8B, after, config) - host_bytes(SDAR_8B, before, config) > KEPT_BYTES
+    a_token = (device_bytes(SDAR_8B, 2 * before, config) - device_bytes(SDAR_8B, before, config)) / before
+    assert a_token < 8 * 2 * 128 * 2 + 8 * 16 + 0.05 * 147_456
+
+
 def test_a_full_budget_stages_nothing() -> None:
     few = device_bytes(SDAR_8B, 4096, OffloadConfig(kv_budget=1.0)) - dense_device_bytes(SDAR_8B, 4096)
-    assert few == 4096 * 2 * 8 * 2 * 128 * 2  # only prefill's two layers of KV
+    # prefill: a layer's KV and scores, but one copy of hidden states less, and no rotary table
+    assert few == 4096 * (8 * 2 * 128 * 2 + 8 * 16 - 4096 * 2 - 4 * 128)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 7, 1000])

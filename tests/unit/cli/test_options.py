@@ -67,6 +67,7 @@ def test_what_is_given_reaches_its_field() -> None:
         *("--max-tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "3", "--seed", "11"),
         *("--stop", "a", "--stop", "b", "--threshold", "0.8", "--steps", "4", "--ignore-eos"),
         *("--no-offload", "--kv-budget", "0.1", "--index-bits", "4", "--lookahead-step", "2"),
+        *("--lookahead", "late"),
         *("--on-late", "proceed", "--host-memory", "2GiB", "--transfer", "staged", "--num-threads", "3"),
         *("--max-model-len", "4096", "--max-num-seqs", "2"),
     )
@@ -85,6 +86,7 @@ def test_what_is_given_reaches_its_field() -> None:
         enabled=False,
         kv_budget=0.1,
         index_bits=4,
+        lookahead="late",
         lookahead_step=2,
         on_late="proceed",
         host_memory_bytes=2 << 30,
@@ -133,3 +135,10 @@ def test_a_seed_no_generator_takes_is_refused(text: str, capsys: pytest.CaptureF
         parse(f"--seed={text}")
     assert exit_info.value.code == 2
     assert "use 0 to 9223372036854775807" in capsys.readouterr().err
+
+
+def test_editing_options_are_passed_on() -> None:
+    params = sampling_params(parse("--editing-threshold", "0.5", "--max-post-steps", "4"))
+    assert (params.editing_threshold, params.max_post_steps) == (0.5, 4)
+    with pytest.raises(InvalidOption, match=r"--editing-threshold=1\.5"):
+        sampling_params(parse("--editing-threshold", "1.5"))

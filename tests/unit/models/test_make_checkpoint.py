@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from bench_longctx.make_checkpoint import main
 from herald.models import load_model, read_config
+from herald.models.decoder import DecoderModel
 from herald.models.sdar import SdarModel
 
 SHAPE = {
@@ -59,6 +60,37 @@ def test_seed_and_not_the_cut_decides_the_weights(tmp_path: Path) -> None:
     assert torch.equal(first.layers[0].qkv, same.layers[0].qkv)
     assert not torch.equal(first.layers[0].qkv, other.layers[0].qkv)
     assert not torch.equal(first.layers[0].down, first.layers[1].down)
+
+
+EXPERTS = {
+    "layers": 3,
+    "experts": 16,
+    "experts-per-token": 4,
+    "moe-intermediate": 24,
+    "groups": 4,
+    "top-groups": 2,
+}
+
+
+def test_experts(tmp_path: Path) -> None:
+    more = [word for name, value in EXPERTS.items() for word in (f"--{name}", str(value))]
+    chosen = [str(tmp_path), *SMALL, "--device", "cpu", "--preset", "llada2-mini", *more]
+    assert main([*chosen, "--shard-gib", "0.0001"]) == 0
+    model = load_model(tmp_path)
+    assert isinstance(model, DecoderModel)
+    config, moe = model.config, model.config.moe
+    assert (config.family, config.num_layers, config.rotary_dim) == ("llada2_moe", 3, 8)
+    assert moe is not None and (moe.num_experts, moe.num_groups, moe.top_groups) == (16, 4, 2)
+    assert (moe.first_dense_layers, moe.num_shared_experts, moe.scale) == (1, 1, 2.5)
+    experts = model.layers[2].experts
+    assert experts is not None and experts.gate_up.shape == (16, 48, 64)
+    assert experts.router.dtype == torch.float32 and experts.router.std().item() > 0.01
+    assert model.dense_logits(torch.arange(40)).isfinite().all()
+
+
+def test_experts_of_a_dense_preset_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "new"), *SMALL, "--experts", "4"]) == 2
+    assert "sdar-8b has no experts" in capsys.readouterr().out
 
 
 def test_tied(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from herald.errors import HeraldError, InvalidOption, ModelNotFound, UnknownArchitecture, WeightsError
 from herald.models import PRESETS, known_architectures, num_parameters, read_config
+from herald.models.loader import num_active_parameters
 from herald.models.registry import FAMILIES
 
 RELEASED: dict[str, Any] = {
@@ -221,6 +222,16 @@ def test_every_family_names_a_model_class() -> None:
         assert family.model_class().__name__ == family.model.partition(":")[2]
 
 
-@pytest.mark.parametrize(("name", "billions"), [("sdar-1.7b", 2.03), ("sdar-4b", 4.41), ("sdar-8b", 8.19)])
-def test_presets_have_the_published_size(name: str, billions: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("sdar-1.7b", 2.03, 2.03),
+        ("sdar-4b", 4.41, 4.41),
+        ("sdar-8b", 8.19, 8.19),
+        ("sdar-30b-a3b", 30.53, 3.35),
+        ("llada2-mini", 16.26, 1.43),
+    ],
+)
+def test_presets_have_the_published_size(name: str, billions: float, active: float) -> None:
     assert num_parameters(PRESETS[name]) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert num_active_parameters(PRESETS[name]) / 1e9 == pytest.approx(active, abs=0.01)

@@ -9,17 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from herald.models import BlockModel, load_model
-from tests.support.golden import GOLDEN, LOGITS_TOLERANCE, SDAR_FOLDERS, case_id, decode_cases, tensors
+from herald.models import BlockModel
+from tests.support.golden import (
+    LOGITS_TOLERANCE,
+    MOE_FOLDERS,
+    SDAR_FOLDERS,
+    case_id,
+    decode_cases,
+    golden_model,
+    tensors,
+)
 from tests.support.reference_decode import reference_decode
 
 
 @cache
-def model_of(folder: str) -> BlockModel:
-    return load_model(GOLDEN / folder)
+def model_of(folder: str, block_length: int | None = None) -> BlockModel:
+    return golden_model(folder, block_length=block_length)
 
 
-@pytest.mark.parametrize(("folder", "case"), decode_cases(*SDAR_FOLDERS), ids=case_id)
+@pytest.mark.parametrize(("folder", "case"), decode_cases(*SDAR_FOLDERS, "sdar_moe"), ids=case_id)
 def test_reproduces_the_published_loop(folder: str, case: dict[str, Any]) -> None:
     params = case["params"]
     result = reference_decode(
@@ -38,9 +46,28 @@ def test_reproduces_the_published_loop(folder: str, case: dict[str, Any]) -> Non
     assert (result.prefill_forwards, result.commit_forwards) == (forwards["prefill"], forwards["commit"])
 
 
-@pytest.mark.parametrize(("folder", "case"), decode_cases(*SDAR_FOLDERS), ids=case_id)
+@pytest.mark.parametrize(("folder", "case"), decode_cases("llada2_moe"), ids=case_id)
+def test_reproduces_the_loop_of_llada2(folder: str, case: dict[str, Any]) -> None:
+    """Without a cache and commits, and with no more steps than tokens."""
+    params = case["params"]
+    result = reference_decode(
+        model_of(folder, params["block_length"]),
+        case["prompt_ids"],
+        params["max_new_tokens"],
+        min(params["steps"], params["max_new_tokens"] // params["minimal_topk"]),
+        params["threshold"],
+        params["eos_token_ids"],
+    )
+    assert result.output_ids == case["output_ids"]
+    steps = [asdict(step) for step in result.steps]
+    if not params.get("eos_early_stop"):
+        assert result.sequence_ids == case["sequence_ids"] and len(steps) == case["forwards"]["denoise"]
+    assert steps[: len(case["steps"])] == case["steps"]
+
+
+@pytest.mark.parametrize(("folder", "case"), decode_cases(*SDAR_FOLDERS, *MOE_FOLDERS), ids=case_id)
 def test_first_forward_of_a_case(folder: str, case: dict[str, Any]) -> None:
-    model = model_of(folder)
+    model = model_of(folder, case["params"]["block_length"])
     block = model.config.block_length
     start = len(case["prompt_ids"]) // block * block
     masks = [case["params"]["mask_id"]] * (start + block - len(case["prompt_ids"]))

@@ -17,7 +17,7 @@ from herald.transfer import RowMove
 from herald.transfer import streams as streams_module
 from herald.transfer.cuda import CudaTransfer, DeviceTicket, Ring
 from herald.transfer.pinned import PinnedRing
-from herald.transfer.streams import DeviceClock
+from herald.transfer.streams import DeviceClock, DeviceStreams
 
 
 class FakeEvent:
@@ -273,3 +273,34 @@ def test_completed_tickets_are_forgotten_and_failed_ones_are_not(transfer: FakeT
     assert len(transfer._unsettled) == 1 and len(transfer._failed) == 1
     with pytest.raises(OSError, match="lost otherwise"):
         transfer.close()
+
+
+@pytest.mark.parametrize("current_device", [0, 1])
+def test_streams_are_current_inside_only(monkeypatch: pytest.MonkeyPatch, current_device: int) -> None:
+    """Device and stream of the calling thread are what they were, after an error too."""
+    device, streams = current_device, {0: "default of 0", 1: "default of 1"}
+
+    class Stream:
+        def __init__(self, device: torch.device, priority: int = 0) -> None:
+            self.index = device.index
+
+    def set_stream(stream: object) -> None:
+        nonlocal device
+        device = stream.index if isinstance(stream, Stream) else int(str(stream)[-1])
+        streams[device] = stream
+
+    def set_device(index: int) -> None:
+        nonlocal device
+        device = index
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    made = DeviceStreams("cuda:1")
+    for stream in (made.copy, made.back):
+        with pytest.raises(ValueError, match="inside"), made.on(stream):
+            assert device == 1 and streams == {0: "default of 0", 1: stream}
+            raise ValueError("inside")
+        assert device == current_device and streams == {0: "default of 0", 1: "default of 1"}

@@ -32,21 +32,30 @@ def _rotate_halves(
     eps,
     D: tl.constexpr,
     HALF: tl.constexpr,
+    REST: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """One head of each token, from where ``source`` points to where ``target`` does; all of it is turned.
+    """One head of each token, from where ``source`` points to where ``target`` does; its last REST stay.
 
-    ``c`` and ``s`` are the phases, [tokens, HALF].
+    ``c`` and ``s`` are the phases, [tokens, HALF]; HALF and REST (unless it is 0) are powers of two.
     """
     col = tl.arange(0, HALF)
     low = tl.load(source[:, None] + col[None, :], mask=valid[:, None], other=0.0)
     high = tl.load(source[:, None] + (HALF + col)[None, :], mask=valid[:, None], other=0.0)
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     square = tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)
+    kind = target.dtype.element_ty
+    if REST:
+        end = 2 * HALF + tl.arange(0, REST)
+        rest = tl.load(source[:, None] + end[None, :], mask=valid[:, None], other=0.0)
+        wide_rest = rest.to(tl.float32)
+        square += tl.sum(wide_rest * wide_rest, 1)
     inverse_rms = tl.rsqrt(square / D + eps)
+    if REST:
+        z = _scale(rest, inverse_rms, weight + end, NORM)
+        tl.store(target[:, None] + end[None, :], z.to(kind), mask=valid[:, None])
     x = _scale(low, inverse_rms, weight + col, NORM)
     y = _scale(high, inverse_rms, weight + HALF + col, NORM)
-    kind = target.dtype.element_ty
     tl.store(target[:, None] + col[None, :], (x * c - y * s).to(kind), mask=valid[:, None])
     tl.store(target[:, None] + (HALF + col)[None, :], (y * c + x * s).to(kind), mask=valid[:, None])
 
@@ -65,7 +74,7 @@ def _rotate_some(
     HALF: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """The same for heads whose dimensions from 2 * HALF on are not turned."""
+    """The same for any HALF."""
     col = tl.arange(0, D)
     # The partner of each dimension is read again (from cache) rather than shuffled: any HALF works.
     partner = tl.where(col < HALF, col + HALF, tl.where(col < 2 * HALF, col - HALF, col))
@@ -110,12 +119,13 @@ def _qk_norm_rope_kernel(
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    WHOLE: tl.constexpr = 2 * HALF == D
+    REST: tl.constexpr = D - 2 * HALF
+    PARTS: tl.constexpr = (HALF & (HALF - 1)) == 0 and (REST & (REST - 1)) == 0
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = token < num_tokens
     row = (token // group_length) * rows_stride_group + (token % group_length) * rows_stride_row
     col = tl.arange(0, D)
-    if WHOLE:
+    if PARTS:
         phase = token[:, None] * HALF + tl.arange(0, HALF)[None, :]
         c = tl.load(cos + phase, mask=valid[:, None], other=1.0)
         s = tl.load(sin + phase, mask=valid[:, None], other=0.0)
@@ -124,14 +134,14 @@ def _qk_norm_rope_kernel(
         source = qkv + token * qkv_stride + head * D
         if head < HQ:
             target = q_out + token * q_stride_token + head * q_stride_head
-            if WHOLE:
-                _rotate_halves(source, target, q_weight, c, s, valid, eps, D, HALF, Q_NORM)
+            if PARTS:
+                _rotate_halves(source, target, q_weight, c, s, valid, eps, D, HALF, REST, Q_NORM)
             else:
                 _rotate_some(source, target, q_weight, cos, sin, token, valid, eps, D, HALF, Q_NORM)
         elif head < HQ + H:
             target = rows_out + row + (head - HQ).to(tl.int64) * rows_stride_head
-            if WHOLE:
-                _rotate_halves(source, target, k_weight, c, s, valid, eps, D, HALF, K_NORM)
+            if PARTS:
+                _rotate_halves(source, target, k_weight, c, s, valid, eps, D, HALF, REST, K_NORM)
             else:
                 _rotate_some(source, target, k_weight, cos, sin, token, valid, eps, D, HALF, K_NORM)
         elif head < HQ + 2 * H:

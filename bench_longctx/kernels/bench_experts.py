@@ -1,0 +1,247 @@
+"""Speed of a layer's experts beside the limits of the hardware, measured inside CUDA graphs.
+
+    python -m bench_longctx.kernels.bench_experts --json experts.json
+    python -m bench_longctx.kernels.bench_experts --preset sdar-30b-a3b
+    python -m bench_longctx.kernels.bench_experts --tune --json tune.json
+
+Tokens choose experts at random, as evenly as chance is. The floor of `expert_mlp` is the larger of the
+chosen experts' weights / copy rate and FLOP / product rate. ``--tune`` tries tiles, to be entered in
+``herald_kernels/ops/tiles.py`` (some minutes). ``--tiny`` uses small shapes; without a CUDA device it runs
+the Triton kernels in their interpreter, and the times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from bench_longctx.kernels.timing import Figure, Limits
+    from herald.models.config import ModelConfig
+    from herald_kernels.ops.tiles import ProductTiles
+
+    Pair = tuple[ProductTiles, ProductTiles]
+
+TOKENS, TINY_TOKENS = (32, 64, 128, 256, 640, 1280, 2560, 4096), (2, 8)
+TUNED_TOKENS = (32, 256, 640, 1280, 4096)
+SHARED_BYTES = 227 << 10
+
+
+class Layer:
+    """Random experts of one layer and hidden states for them."""
+
+    def __init__(self, config: ModelConfig, tokens: int, device: str) -> None:
+        import torch
+
+        assert config.moe is not None
+        self.config, self.moe = config, config.moe
+        new = partial(torch.randn, device=device, dtype=config.dtype)
+        experts, width, size = self.moe.num_experts, config.hidden_size, self.moe.intermediate_size
+        self.hidden, self.out = new(tokens, width), new(tokens, width)
+        self.router = new(experts, width) * width**-0.5
+        self.bias = torch.zeros(experts, device=device) if self.moe.score == "sigmoid" else None
+        self.gate_up = new(experts, 2 * size, width) * width**-0.5
+        self.down = new(experts, width, size) * size**-0.5
+
+    def set_tokens(self, tokens: int) -> None:
+        """Other hidden states for the same experts."""
+        import torch
+
+        self.hidden = torch.randn(
+            tokens, self.hidden.shape[1], device=self.hidden.device, dtype=self.hidden.dtype
+        )
+        self.out = torch.zeros_like(self.hidden)
+
+    def route(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and weights."""
+        from herald_kernels import route_experts
+
+        moe = self.moe
+        return route_experts(
+            *(self.hidden, self.router, self.bias, moe.experts_per_token),
+            score=moe.score,
+            num_groups=moe.num_groups,
+            top_groups=moe.top_groups,
+            normalise=moe.normalise,
+            scale=moe.scale,
+        )
+
+    def run(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        from herald_kernels import expert_mlp
+
+        expert_mlp(self.hidden, ids, weights, self.gate_up, self.down, self.out)
+
+    def cost(self, ids: torch.Tensor) -> tuple[float, float]:
+        """Bytes of the weights that are needed, and FLOP."""
+        expert = 3 * self.config.hidden_size * self.moe.intermediate_size
+        touched = int(ids.unique().numel())
+        return touched * expert * self.hidden.element_size(), 2.0 * expert * ids.numel()
+
+
+def check(device: str) -> None:
+    """The operations against their references on a small layer.
+
+    Raises:
+        AssertionError: they differ by more than their dtype explains.
+    """
+    import torch
+
+    from bench_longctx.kernels.attention import assert_close
+    from herald_kernels.ops.expert_mlp import reference
+
+    layer = Layer(shape("llada2-mini", True), 50, device)
+    ids, weights = layer.route()
+    expected = layer.out.clone()
+    reference.expert_mlp(layer.hidden, ids, weights, layer.gate_up, layer.down, expected)
+    layer.run(ids, weights)
+    assert_close(layer.out, expected, 1e-2 if layer.hidden.dtype == torch.bfloat16 else 1e-5, "expert_mlp")
+
+
+def shape(preset: str, tiny: bool) -> ModelConfig:
+    """A preset's shape, or a small one with as many kinds of parts."""
+    import torch
+
+    from herald.models.presets import PRESETS
+
+    config = PRESETS[preset]
+    assert config.moe is not None
+    if not tiny:
+        return config
+    small = {"num_experts": 16, "experts_per_token": 4, "intermediate_size": 32}
+    groups = {"num_groups": 4, "top_groups": 2} if config.moe.num_groups > 1 else {}
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return replace(config, hidden_size=64, dtype=dtype, moe=replace(config.moe, **small, **groups))
+
+
+def figures(layer: Layer, all_tokens: tuple[int, ...], limits: Limits) -> Iterator[Figure]:
+    """Router and experts for every number of tokens."""
+    from bench_longctx.kernels.timing import figure, seconds_each
+
+    for tokens in all_tokens:
+        layer.set_tokens(tokens)
+        ids, weights = layer.route()
+        label = f"{tokens} tokens"
+        seconds = seconds_each([layer.route] * 8)
+        num_bytes = layer.hidden.nbytes + layer.router.nbytes
+        yield figure(
+            "experts",
+            "route_experts",
+            label,
+            seconds,
+            num_bytes,
+            2 * ids.shape[0] * layer.router.numel(),
+            limits,
+        )
+        seconds = seconds_each([partial(layer.run, ids, weights)] * 4)
+        yield figure("experts", "expert_mlp", label, seconds, *layer.cost(ids), limits)
+
+
+def variants(gated: bool, rows: int | None) -> Iterator[ProductTiles]:
+    """Tiles that fit into a multiprocessor; of the rows of the other product where these are given."""
+    from herald_kernels.ops.tiles import ProductTiles
+
+    for height in (16, 32, 64, 128) if rows is None else (rows,):
+        for columns in (32, 64, 128) if gated else (64, 128, 256):
+            for depth in (64, 128):
+                for stages in (3, 5):
+                    warps = 8 if height * columns >= 128 * 128 else 4
+                    bytes_each = (height + columns * (2 if gated else 1)) * depth * 2
+                    if bytes_each * stages <= SHARED_BYTES:
+                        yield ProductTiles(height, columns, depth, warps, stages)
+
+
+def seconds_with(layer: Layer, choice: tuple[torch.Tensor, torch.Tensor], pair: Pair) -> float:
+    """Seconds of `expert_mlp` with these tiles of (gate and up, down)."""
+    from bench_longctx.kernels.timing import seconds_each
+    from herald_kernels.ops import tiles
+
+    before = tiles.expert_tiles
+    tiles.expert_tiles = lambda pairs, dtype: pair  # type: ignore[assignment]
+    try:
+        return seconds_each([partial(layer.run, *choice)] * 4, repeats=8)
+    finally:
+        tiles.expert_tiles = before
+
+
+def tune(layer: Layer, all_tokens: tuple[int, ...], limit: int) -> list[dict[str, Any]]:
+    """Every variant's time: of the tiles of gate and up, then of those of down with the best of them."""
+    from herald_kernels.ops.tiles import expert_tiles
+
+    found = []
+    for tokens in all_tokens:
+        layer.set_tokens(tokens)
+        choice = layer.route()
+        now = expert_tiles(choice[0].numel() / layer.moe.num_experts, layer.hidden.dtype)
+        times = {now: seconds_with(layer, choice, now)}
+        for tile in list(variants(True, None))[:limit]:
+            pair = tile, replace(now[1], rows=tile.rows)
+            times[pair] = seconds_with(layer, choice, pair)
+        gate = min(times, key=lambda pair: times[pair])[0]
+        for tile in list(variants(False, gate.rows))[:limit]:
+            times[gate, tile] = seconds_with(layer, choice, (gate, tile))
+        best = min(times, key=lambda pair: times[pair])
+        print(
+            f"{tokens} tokens: {times[now] * 1e6:.1f} us now, {times[best] * 1e6:.1f} us with {best}",
+            flush=True,
+        )
+        found += [
+            {"tokens": tokens, "gate_up": asdict(pair[0]), "down": asdict(pair[1]), "seconds": seconds}
+            for pair, seconds in times.items()
+        ]
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; 0 when kernels agree with their references and figures were taken."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", choices=("llada2-mini", "sdar-30b-a3b"), default="llada2-mini")
+    parser.add_argument("--tune", action="store_true", help="try tiles")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, also on a CPU")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    options = parser.parse_args(arguments)
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        if not options.tiny:
+            print("error: no CUDA device is visible; --tiny runs in Triton's interpreter", file=sys.stderr)
+            return 2
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ["HERALD_KERNELS"] = "triton"
+
+    from bench_longctx import machine
+    from bench_longctx.kernels import timing
+
+    check(device)
+    limits = timing.measure_limits(options.tiny)
+    all_tokens = TINY_TOKENS if options.tiny else TOKENS
+    layer = Layer(shape(options.preset, options.tiny), all_tokens[0], device)
+    taken = list(figures(layer, all_tokens, limits))
+    print(timing.table(taken), flush=True)
+    report: dict[str, Any] = {
+        "machine": machine.describe(),
+        "preset": options.preset,
+        "limits": vars(limits),
+        "figures": [each.as_json() for each in taken],
+    }
+    if options.tune:
+        tuned = TINY_TOKENS[:1] if options.tiny else TUNED_TOKENS
+        report["variants"] = tune(layer, tuned, 2 if options.tiny else 1000)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Triton kernel of `route_experts`: a program makes the router's product and the choice of a few tokens."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from herald_kernels.ops import tiles
+
+
+@triton.jit
+def _limit_to_groups(choice, BLOCK: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr):
+    """``choice`` [BLOCK, E] with -inf outside the best groups of each token."""
+    SIZE: tl.constexpr = E // GROUPS
+    groups = tl.reshape(choice, [BLOCK, GROUPS, SIZE])
+    place = tl.arange(0, SIZE)[None, None, :]
+    first = tl.max(groups, 2)
+    at = tl.min(tl.where(groups == first[:, :, None], place, SIZE), 2)
+    second = tl.max(tl.where(place == at[:, :, None], float("-inf"), groups), 2)
+    worth = first + second
+    group = tl.arange(0, GROUPS)
+    mine, other = worth[:, :, None], worth[:, None, :]
+    ahead = (other > mine) | ((other == mine) & (group[None, None, :] < group[None, :, None]))
+    rank = tl.sum(ahead.to(tl.int32), 2)
+    kept = tl.where((rank < TOP)[:, :, None], groups, float("-inf"))
+    return tl.reshape(kept, [BLOCK, E])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_kernel(
+    hidden,
+    weight,
+    bias,
+    ids,
+    weights,
+    num_tokens,
+    hidden_stride,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    LOWEST: tl.constexpr = -1e38
+    TAKEN: tl.constexpr = -9223372036854775808
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.arange(0, BLOCK_E)
+    valid, real = token < num_tokens, expert < E
+    logits = tl.zeros([BLOCK, BLOCK_E], tl.float32)
+    for first in range(0, D, BLOCK_D):
+        col = first + tl.arange(0, BLOCK_D)
+        inside = col < D
+        x = tl.load(
+            hidden + token[:, None] * hidden_stride + col[None, :],
+            mask=valid[:, None] & inside[None, :],
+            other=0.0,
+        )
+        w = tl.load(
+            weight + expert[None, :] * D + col[:, None], mask=real[None, :] & inside[:, None], other=0.0
+        )
+        if SPLIT:
+            # A float32 weight is the sum of two 16-bit ones to 2^-17, whose products with 16-bit values are
+            # exact.
+            high = w.to(x.dtype)
+            low = (w - high.to(tl.float32)).to(x.dtype)
+            logits = tl.dot(x, low, logits)
+            logits = tl.dot(x, high, logits)
+        else:
+            logits = tl.dot(x, w, logits, input_precision="ieee")
+
+    if SOFTMAX:
+        logits = tl.where(real[None, :], logits, float("-inf"))
+        grown = tl.exp(logits - tl.max(logits, 1)[:, None])
+        score = grown / tl.sum(grown, 1)[:, None]
+    else:
+        score = 1.0 / (1.0 + tl.exp(-logits))
+    choice = score
+    if BIAS:
+        choice += tl.load(bias + expert, mask=real, other=0.0)[None, :]
+    choice = tl.where(choice == choice, choice, LOWEST)
+    choice = tl.where(real[None, :], choice, float("-inf"))
+    if GROUPS > 1:
+        choice = _limit_to_groups(choice, BLOCK, BLOCK_E, GROUPS, TOP_GROUPS)
+
+    # Value and id in one integer: what is larger is better, and one reduction finds it. (A float's bits are
+    # in the order of its value once those of negative values are turned.)
+    bits = choice.to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    key = ordered * 4294967296 + (BLOCK_E - 1 - expert).to(tl.int64)[None, :]
+    rank = tl.arange(0, BLOCK_K)[None, :]
+    chosen = tl.zeros([BLOCK, BLOCK_K], tl.int32)
+    for k in tl.static_range(TOP_K):
+        best = tl.max(key, 1)[:, None]
+        chosen = tl.where(rank == k, (BLOCK_E - 1 - (best & 0xFFFFFFFF)).to(tl.int32), chosen)
+        key = tl.where(key == best, TAKEN, key)
+    shares = tl.where(rank < TOP_K, tl.gather(score, chosen, 1), 0.0)
+    if NORMALISE:
+        shares = shares / (tl.sum(shares, 1) + 1e-20)[:, None]
+    target = token[:, None] * TOP_K + rank
+    written = valid[:, None] & (rank < TOP_K)
+    tl.store(ids + target, chosen, mask=written)
+    tl.store(weights + target, shares * scale, mask=written)
+
+
+def route_experts(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    score: str,
+    num_groups: int,
+    top_groups: int,
+    normalise: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `herald_kernels.route_experts`. Experts in groups must be powers of two, and the groups too."""
+    num_tokens, width = hidden.shape
+    num_experts = weight.shape[0]
+    block_e = max(16, triton.next_power_of_2(num_experts))
+    if num_groups > 1 and (num_experts != block_e or num_groups & (num_groups - 1)):
+        raise ValueError(
+            f"{num_experts} experts in {num_groups} groups: both must be powers of two, 16 or more"
+        )
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=hidden.device)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=hidden.device)
+    if not num_tokens:
+        return ids, weights
+    split = weight.dtype != hidden.dtype
+    tile = tiles.ROUTE_EXACT if hidden.dtype == torch.float32 else tiles.ROUTE
+    _route_kernel[(triton.cdiv(num_tokens, tile.rows),)](
+        hidden,
+        weight,
+        weight if bias is None else bias,
+        ids,
+        weights,
+        num_tokens,
+        hidden.stride(0),
+        scale,
+        D=width,
+        E=num_experts,
+        TOP_K=top_k,
+        SOFTMAX=score == "softmax",
+        BIAS=bias is not None,
+        GROUPS=num_groups,
+        TOP_GROUPS=min(top_groups, num_groups),
+        NORMALISE=normalise,
+        SPLIT=split,
+        BLOCK=tile.rows,
+        BLOCK_D=tile.depth,
+        BLOCK_E=block_e,
+        BLOCK_K=max(2, triton.next_power_of_2(top_k)),
+        num_warps=tile.num_warps,
+        num_stages=2 if split else tile.num_stages,
+    )
+    return ids, weights
