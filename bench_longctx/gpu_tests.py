@@ -19,17 +19,15 @@ from xml.etree import ElementTree
 
 from bench_longctx import machine
 
-TIMED = "tests/gpu/test_transfer_gpu.py"
-PARALLEL = ["tests/kernels", "tests/unit", "tests/gpu", f"--ignore={TIMED}"]
-SERIAL = [TIMED]
+PATHS = ["tests/kernels", "tests/unit", "tests/engine", "tests/gpu"]
 
 
-def run_pytest(paths: list[str], jobs: int) -> dict[str, Any]:
-    """One pytest run over the ``gpu`` tests below ``paths``."""
+def run_pytest(paths: list[str], marks: str, jobs: int) -> dict[str, Any]:
+    """One pytest run over the tests below ``paths`` that have ``marks``."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         spread = ["-n", str(jobs)] if jobs > 1 else []
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", *spread, *paths]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={report}", *spread, *paths]
         began = time.perf_counter()
         code = subprocess.run(command, check=False).returncode
         suite = ElementTree.parse(report).getroot().find("testsuite")
@@ -51,6 +49,7 @@ def run_pytest(paths: list[str], jobs: int) -> dict[str, Any]:
     }
     return {
         "paths": paths,
+        "marks": marks,
         "exit_code": code,
         "tests": int(suite.get("tests", 0)),
         "failed": failed,
@@ -66,8 +65,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    plan = [(args.paths, 1)] if args.paths else [(PARALLEL, args.jobs), (SERIAL, 1)]
-    runs = [run_pytest(paths, jobs) for paths, jobs in plan]
+    paths = args.paths or PATHS
+    runs = [run_pytest(paths, "gpu and not timed", args.jobs), run_pytest(paths, "gpu and timed", 1)]
     if args.json:
         args.json.write_text(json.dumps({"machine": machine.describe(), "runs": runs}, indent=1) + "\n")
     failed, skipped = (sum(len(r[what]) for r in runs) for what in ("failed", "skipped"))

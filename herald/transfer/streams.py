@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -74,7 +75,8 @@ class DeviceClock:
     """Puts timed events of a device on the clock of `time.perf_counter`.
 
     One event is recorded on an idle stream and waited for, which ties the two clocks together to some
-    microseconds. That happens when a time is asked for, never while work is issued.
+    microseconds. That happens when a time is asked for, never while work is issued; it serves what is issued in
+    the `BASE_SECONDS` after it.
 
     Args:
         device: a CUDA device.
@@ -83,7 +85,8 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._base: tuple[Any, float] | None = None
+        # What was issued before a base and is asked about after it, needs the base before.
+        self._bases: deque[tuple[Any, float]] = deque(maxlen=2)
 
     def span(self, start: Any, end: Any, issued: float) -> tuple[float, float]:
         """Times of two timed events that both have happened.
@@ -94,13 +97,15 @@ class DeviceClock:
             issued: `time.perf_counter` when they were about to be recorded.
         """
         seconds = start.elapsed_time(end) / 1e3
-        base = self._base
         # Only of two events in a known order is the elapsed time defined.
-        if base is not None and base[1] < issued < base[1] + BASE_SECONDS:
-            begin = base[1] + base[0].elapsed_time(start) / 1e3
-        else:
-            event, now = self._record_base()
-            begin = now - start.elapsed_time(event) / 1e3
+        for base, then in reversed(tuple(self._bases)):
+            if then < issued < then + BASE_SECONDS:
+                begin = then + base.elapsed_time(start) / 1e3
+                return begin, begin + seconds
+        event, now = self._record_base()
+        if not self._bases or now > self._bases[-1][1] + BASE_SECONDS / 2:
+            self._bases.append((event, now))
+        begin = now - start.elapsed_time(event) / 1e3
         return begin, begin + seconds
 
     def _record_base(self) -> tuple[Any, float]:
@@ -108,5 +113,4 @@ class DeviceClock:
         with torch.cuda.device(self._device):
             event.record(self._stream)
             event.synchronize()
-        self._base = event, time.perf_counter()
-        return self._base
+        return event, time.perf_counter()

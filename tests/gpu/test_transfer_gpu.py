@@ -310,6 +310,7 @@ def test_uploads_do_not_wait_for_the_stream(make: Make) -> None:
     assert transfer.upload(flags).tolist() == flags.tolist()
 
 
+@pytest.mark.timed
 def test_what_a_submit_costs(make: Make, record_property: Callable[[str, object], None]) -> None:
     """Python around the copies of ids, of a move that is small."""
     pool, arena = pinned_rows(4096, 256), nan_rows(4096, 256)
@@ -440,6 +441,7 @@ def test_auto_says_why_it_fell_back() -> None:
         make_transfer("zero_copy", pool, arena, DEVICE, 2)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 def test_bandwidth_of_zero_copy(
@@ -456,6 +458,7 @@ def test_bandwidth_of_zero_copy(
     assert rate > 1.0
 
 
+@pytest.mark.timed
 def test_bandwidth_of_staged(record_property: Callable[[str, object], None]) -> None:
     pool, arena, move = bandwidth_case()
     with StagedTransfer(pool, arena, num_threads=8) as transfer:

@@ -162,9 +162,16 @@ def test_spans_before_and_after_the_base_event(monkeypatch: pytest.MonkeyPatch) 
     assert early == pytest.approx((after + 1, after + 2), abs=0.05)
     assert len(bases) == 1, "a fresh base serves the transfers that follow it"
 
+    # Issued before the base, asked about after it, as work under way is: no base for what comes next.
+    late = clock.span(recorded(after - 2), recorded(after - 1), now - 3)
+    assert late == pytest.approx((after - 2, after - 1), abs=0.05) and len(bases) == 2
+    begin = time.perf_counter()
+    clock.span(recorded(begin + 1), recorded(begin + 2), (now + after) / 2)
+    assert len(bases) == 2, "one piece of work that was issued before the base made the next ones need another"
+
     monkeypatch.setattr(streams_module, "BASE_SECONDS", 0.0)
     clock.span(recorded(after - 2), recorded(after - 1), after - 3)
-    assert len(bases) == 2, "the clocks drift: an old base must not serve for ever"
+    assert len(bases) == 3, "the clocks drift: an old base must not serve for ever"
 
 
 class FakeStreams:
