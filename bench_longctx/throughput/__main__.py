@@ -88,6 +88,8 @@ def run_decode(args: argparse.Namespace) -> dict[str, Any]:
         plan += [decode.Run(short, batch, 20, args.blocks, kind) for kind in kinds][batch == most :]
     plan += [decode.Run(long, batch, 20, args.blocks) for batch in (long_batch, 1)]
     plan += [decode.Run(long, long_batch, 8, args.blocks)]
+    if args.quick:
+        plan = [decode.Run(short, most, 8, args.blocks), decode.Run(short, 1, 20, args.blocks)]
     for run in plan:
         found.append(decode.measure(engine, run))
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
@@ -119,7 +121,7 @@ def run_dense(args: argparse.Namespace) -> dict[str, Any]:
     config = model.config
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
     found = []
-    for prefix in sizes(args.tiny)[:2]:
+    for prefix in sizes(args.tiny)[: 1 if args.quick else 2]:
         room = CAP_BYTES - model.weight_bytes - 2 * GIB  # logits, graphs, workspace
         positions = prefix + BLOCK * (decode.WARM_BLOCKS + args.blocks + 2)
         most = 2 if args.tiny else int(room // (token_bytes * positions))
@@ -181,8 +183,7 @@ def in_own_process(suite: str, args: argparse.Namespace) -> dict[str, Any]:
             command += [f"--num-threads={args.num_threads}"]
             command.append("--scan-on-device" if args.scan_on_device else "--no-scan-on-device")
             command += [f"--index-bits={args.index_bits}", f"--shared={args.shared}", f"--batch={args.batch}"]
-        if args.tiny:
-            command.append("--tiny")
+        command += ["--tiny"] * args.tiny + ["--quick"] * args.quick
         began = time.perf_counter()
         status = subprocess.run(command, check=False).returncode
         found = json.loads(path.read_text()) if path.exists() else {}
@@ -197,6 +198,9 @@ def main() -> int:
     )
     parser.add_argument("--blocks", type=int, default=6, help="blocks that are measured (%(default)s)")
     parser.add_argument("--batch", type=int, default=0, help="largest batch at the short context (20)")
+    parser.add_argument(
+        "--quick", action="store_true", help="only the largest batch and batch 1, at the short context"
+    )
     parser.add_argument("--lookahead-step", type=int, default=1)
     parser.add_argument("--index-bits", type=int, default=8)
     parser.add_argument("--shared", type=float, default=SHARED, help="share of a set that the next one keeps")

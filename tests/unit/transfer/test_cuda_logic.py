@@ -167,7 +167,9 @@ def test_spans_before_and_after_the_base_event(monkeypatch: pytest.MonkeyPatch) 
     assert late == pytest.approx((after - 2, after - 1), abs=0.05) and len(bases) == 2
     begin = time.perf_counter()
     clock.span(recorded(begin + 1), recorded(begin + 2), (now + after) / 2)
-    assert len(bases) == 2, "one piece of work that was issued before the base made the next ones need another"
+    assert len(bases) == 2, (
+        "one piece of work that was issued before the base made the next ones need another"
+    )
 
     monkeypatch.setattr(streams_module, "BASE_SECONDS", 0.0)
     clock.span(recorded(after - 2), recorded(after - 1), after - 3)
