@@ -286,7 +286,8 @@ PYBIND11_MODULE(_native, m) {
         "Arrays as KeyIndex and Selector.select have them; queries float32, or uint16 for bfloat16.\n"
         "isa: 'auto' or one of scan_isas(). claims: Claims over L * H tasks that somebody else takes from,\n"
         "too; None does all.");
-    py::class_<Claims>(m, "Claims",
+    // module_local: another build of the extension may live in the same process (tests).
+    py::class_<Claims>(m, "Claims", py::module_local(),
                        "The tasks 0 .. count - 1 of a selection, taken from both ends. Thread-safe.")
         .def(py::init([](int64_t count) {
                  Require(0 <= count && count <= INT32_MAX, "count must be 0 to 2 ** 31 - 1");

@@ -191,7 +191,7 @@ def _time_launches(engine: Engine) -> list[tuple[float, float, float]]:
         if "run" not in vars(made):
             run = made.run
 
-            def timed_run(inputs: torch.Tensor) -> None:
+            def timed_run(inputs: torch.Tensor | None) -> None:
                 nonlocal run_seconds
                 start = time.thread_time()
                 run(inputs)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench_longctx.transfer import host_pool, variants
@@ -95,7 +94,7 @@ def run_alone(bench: Bench) -> None:
 
 
 def submit_cost(bench: Bench) -> Iterator[Result]:
-    """Microseconds that `submit` and `upload` keep their caller."""
+    """Microseconds that `submit` keeps its caller."""
     with ZeroCopyTransfer(bench.pool, bench.arena) as transfer:
         for n, launch_bytes in (
             (100, LAUNCH_BYTES),
@@ -116,13 +115,6 @@ def submit_cost(bench: Bench) -> Iterator[Result]:
                 "launch_bytes": launch_bytes,
                 "submit_us": round(statistics.median(times) * 1e6, 1),
             }
-        array = np.zeros(4096, np.int64)
-        times = []
-        for _ in range(100):
-            start = time.perf_counter()
-            transfer.upload(array)
-            times.append(time.perf_counter() - start)
-        yield {"bytes": array.nbytes, "upload_us": round(statistics.median(times) * 1e6, 1)}
 
 
 def movers_beside(bench: Bench) -> dict[str, MakeMover]:

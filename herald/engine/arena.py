@@ -28,6 +28,7 @@ class DeviceArena:
 
     Attributes:
         rows: [layers, kv_heads, A, 2 * head_dim].
+        flat_rows: the same as [layers * kv_heads * A, 2 * head_dim].
         replaced: how often `resize` put other rows in their place, also ones of the same shape.
 
     Raises:
@@ -74,6 +75,7 @@ class DeviceArena:
 
     def _make_rows(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.rows = torch.empty(shape, dtype=dtype, device=device)
+        self.flat_rows = self.rows.view(-1, shape[3])
         if self.poison:
             self.rows.fill_(float("nan"))
         # (start, rows), ascending, never adjacent, never empty
@@ -83,11 +85,6 @@ class DeviceArena:
     def capacity(self) -> int:
         """Rows per layer and KV head."""
         return self.rows.shape[2]
-
-    @property
-    def flat_rows(self) -> torch.Tensor:
-        """All rows as ``[layers * kv_heads * A, 2 * head_dim]``."""
-        return self.rows.view(-1, self.rows.shape[-1])
 
     @property
     def num_bytes(self) -> int:

@@ -32,7 +32,7 @@ MAX_UNDER_WAY = 2
 # The same where all of them only denoise, and how long they may take together: an abort or a new request
 # waits for them.
 MAX_AHEAD = 4
-AHEAD_SECONDS = 0.02
+AHEAD_SECONDS = 0.025
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Decoder:
         count = len(self.under_way)
         if count < MAX_UNDER_WAY:
             return True
-        if not alone or count >= min(MAX_AHEAD, AHEAD_SECONDS / self._step_seconds):
+        if not alone or count + 1 > min(MAX_AHEAD, AHEAD_SECONDS / self._step_seconds):
             return False
         again = self._plain.get(group[0].block_length)
         return again is not None and again.fits(group) and all(step.goes_on for step in self.under_way)
@@ -222,7 +222,8 @@ class Decoder:
             for part in step.parts
             if part.lanes
         ]
-        self.trace.add_forward(start, end, lanes)
+        if lanes:
+            self.trace.add_forward(start, end, lanes)
         denoised = [part for part in step.parts if part.step >= 0]
         news: list[tuple[Part, int, list[int]]] = []
         for part, (left, *tokens) in zip(denoised, rows, strict=True):

@@ -9,7 +9,6 @@ of that shape: `StepPlan` collects them on the host, `StepInputs` names their pl
 
 from __future__ import annotations
 
-from array import array
 from typing import NamedTuple
 
 import numpy as np
@@ -130,14 +129,23 @@ class StepPlan:
         """
         lanes = self._lanes + [masks_row, 0, 0, 0, -1] * (shape.lanes - self.num_lanes)
         blocks = self._blocks + [0, spare_slot, 0, 0] * (shape.logits - self.num_blocks)
-        values = array("q")
-        for field in range(5):
-            values.extend(lanes[field::5])
-        for field in range(4):
-            values.extend(blocks[field::4])
-        for kept, size in ((self.final_lane, shape.finals), (self.capture_lane, shape.captures)):
-            values.extend(kept + [0] * (size - len(kept)))
-        return np.frombuffer(values, dtype=np.int64)
+        finals, captures = self.final_lane, self.capture_lane
+        values = [
+            *lanes[0::5],
+            *lanes[1::5],
+            *lanes[2::5],
+            *lanes[3::5],
+            *lanes[4::5],
+            *blocks[0::4],
+            *blocks[1::4],
+            *blocks[2::4],
+            *blocks[3::4],
+            *finals,
+            *[0] * (shape.finals - len(finals)),
+            *captures,
+            *[0] * (shape.captures - len(captures)),
+        ]
+        return np.array(values, dtype=np.int64)
 
 
 def next_power_of_2(count: int) -> int:

@@ -18,9 +18,6 @@ from herald.transfer.packing import first_outside
 
 Span = tuple[float, float]
 
-# Most that one `Transfer.upload` takes: tables and ids, not rows.
-UPLOAD_BYTES = 2 << 20
-
 
 @dataclass(frozen=True, eq=False)
 class RowMove:
@@ -224,21 +221,6 @@ class Transfer(ABC):
         """
 
     @abstractmethod
-    def upload(self, array: np.ndarray) -> torch.Tensor:
-        """A host array on the arena's device, for work on the calling thread's current stream.
-
-        Nobody waits for the copy: on CUDA it goes through page-locked memory, in the order of the
-        current stream, and ``array`` may be changed as soon as this returns. On the CPU the result
-        shares the array's memory.
-
-        Args:
-            array: any shape, of a dtype that torch has too; up to `UPLOAD_BYTES`.
-
-        Raises:
-            UsageError: the array is larger than that.
-        """
-
-    @abstractmethod
     def close(self) -> None:
         """Complete what was submitted, then end the threads. Idempotent.
 
@@ -293,19 +275,6 @@ class Transfer(ABC):
         self._failed, self._unsettled = [], deque()
         for ticket in tickets:
             ticket.raise_error(unseen_only=True)
-
-
-def check_upload(array: np.ndarray) -> None:
-    """Refuse an array that `Transfer.upload` does not take.
-
-    Raises:
-        UsageError: see `Transfer.upload`.
-    """
-    if array.nbytes > UPLOAD_BYTES:
-        raise UsageError(
-            f"an upload of {array.nbytes} bytes",
-            f"upload at most {UPLOAD_BYTES} bytes, or send rows as a move",
-        )
 
 
 def copy_pairs(

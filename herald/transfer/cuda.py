@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from herald.kvstore.host_memory import REGISTER_BYTES
-from herald.transfer.base import RowMove, Span, Ticket, Transfer, check_upload, copy_pairs
+from herald.transfer.base import RowMove, Span, Ticket, Transfer, copy_pairs
 from herald.transfer.pinned import PinnedRing
 from herald.transfer.streams import DeviceClock, DeviceStreams
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
-# Page-locked memory for ids of moves, and for uploads: a move of 150,000 rows has 3.6 MB of ids.
+# Page-locked memory for ids of moves: a move of 150,000 rows has 3.6 MB of ids.
 RING_BYTES = 16 << 20
 
 
@@ -77,8 +77,9 @@ class DeviceTicket(Ticket):
         self._wait_issued()
         if self._rows is not None:
             # Their memory belongs to the copy stream, which would use it again as soon as the ticket goes.
+            stream = torch.cuda.current_stream(self._device)
             for rows in self._rows:
-                rows.record_stream(torch.cuda.current_stream(self._device))
+                rows.record_stream(stream)
         return self._rows
 
     def _wait_issued(self) -> None:
@@ -148,7 +149,6 @@ class CudaTransfer(Transfer):
         self._clock = DeviceClock(self.streams.device)
         self._in_flight: deque[tuple[DeviceTicket, Pairs]] = deque()
         self._move_ids = PinnedRing(RING_BYTES)
-        self._uploads = PinnedRing(RING_BYTES)
         # One a direction: who issues a move may have to wait for a buffer, who writes back must not.
         self._move_order = threading.Lock()
         self._back_order = threading.Lock()
@@ -178,14 +178,6 @@ class CudaTransfer(Transfer):
             self._in_flight.append((ticket, pairs))
             self._start(self.streams.back, partial(self._copy_back, pairs), after, ticket)
         return ticket
-
-    def upload(self, array: np.ndarray) -> torch.Tensor:
-        check_upload(array)
-        dense = np.ascontiguousarray(array)
-        out = torch.empty(array.shape, dtype=torch.from_numpy(dense).dtype, device=self.streams.device)
-        with torch.cuda.device(self.streams.device):
-            self._uploads.send(out, [dense])
-        return out
 
     def close(self) -> None:
         with self._move_order, self._back_order:

@@ -75,8 +75,8 @@ class DeviceClock:
     """Puts timed events of a device on the clock of `time.perf_counter`.
 
     One event is recorded on an idle stream and waited for, which ties the two clocks together to some
-    microseconds. That happens when a time is asked for, never while work is issued; it serves what is issued in
-    the `BASE_SECONDS` after it.
+    microseconds. That happens when a time is asked for, never while work is issued, and serves what is issued
+    in the `BASE_SECONDS` after it.
 
     Args:
         device: a CUDA device.

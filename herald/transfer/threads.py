@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from herald.transfer.base import RowMove, Span, Ticket, Transfer, check_upload, copy_pairs
+from herald.transfer.base import RowMove, Span, Ticket, Transfer, copy_pairs
 from herald.transfer.packing import as_words, copy_listed_rows
 from herald.transfer.worker import FifoWorker
 
@@ -94,10 +94,6 @@ class ThreadTransfer(Transfer):
                 target.copy_(source)
 
         return self._queue(self._writer, copy, after, HostTicket(sum(t.nbytes for _, t in pairs)))
-
-    def upload(self, array: np.ndarray) -> torch.Tensor:
-        check_upload(array)
-        return torch.from_numpy(array)
 
     def close(self) -> None:
         with self._order:

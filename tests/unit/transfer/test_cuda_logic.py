@@ -251,15 +251,6 @@ def test_device_rows_outlive_the_ring_and_the_ticket(
     transfer.close()
 
 
-def test_uploads_keep_shape_and_dtype(transfer: FakeTransfer) -> None:
-    for array in (np.arange(6).reshape(2, 3).T, np.array([True, False]), np.float32([[1.5]]), np.array(7)):
-        got = transfer.upload(array).numpy()
-        assert got.dtype == array.dtype and got.shape == array.shape
-        np.testing.assert_array_equal(got, array)
-    with pytest.raises(UsageError, match="at most"):
-        transfer.upload(np.zeros(300_000))
-
-
 @pytest.mark.parametrize("use", ["submit", "write_back"])
 def test_a_closed_transfer_takes_nothing(transfer: FakeTransfer, use: str) -> None:
     calls: dict[str, Callable[[], object]] = {

@@ -228,14 +228,6 @@ def test_a_ticket_knows_where_its_arrivals_go_next(pool: torch.Tensor, arena: to
     assert torch.equal(arena[then], pool[src])
 
 
-@pytest.mark.parametrize("array", [np.arange(12).reshape(3, 4), np.ones(3, bool), np.empty(0, np.int32)])
-def test_upload(pool: torch.Tensor, arena: torch.Tensor, array: np.ndarray) -> None:
-    with ThreadTransfer(pool, arena) as transfer:
-        np.testing.assert_array_equal(transfer.upload(array).numpy(), array)
-        with pytest.raises(UsageError, match="at most 2097152 bytes"):
-            transfer.upload(np.zeros((2 << 20) + 1, np.uint8))
-
-
 def test_write_back_keeps_its_source_alive(pool: torch.Tensor, arena: torch.Tensor) -> None:
     gate = threading.Event()
     with ThreadTransfer(pool, arena) as transfer:
