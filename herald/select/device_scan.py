@@ -120,7 +120,7 @@ class DeviceScan:
     def start(self, job: ScanJob, claims: Any) -> Share:
         """Take layers of a selection in the background, for as long as ``claims`` has some."""
         share = Share()
-        share._taken = self._scanner.submit(self._run, job, claims, share)
+        share._taken = self._scanner.submit(self._run, job, claims, share, LAYERS_LEFT)
         return share
 
     def pays(self, page_ids: np.ndarray, first: int, last: int) -> bool:
@@ -136,7 +136,9 @@ class DeviceScan:
         queries = np.zeros((layers, positions, heads * group, self._index.pool.layout.head_dim), np.float32)
         out = np.zeros((layers, heads, 1), np.int32)
         job = ScanJob(np.zeros(1, np.int32), 0, size, queries, queries[..., 0].copy(), 1.0, out)
-        self.start(job, self._native.Claims((LAYERS_LEFT + 1) * heads)).wait()
+        share = Share()
+        share._taken = self._scanner.submit(self._run, job, self._native.Claims(heads), share, 0)
+        share.wait()
 
     def close(self) -> None:
         """Let the selections under way end, and give the device's memory back. Idempotent."""
@@ -145,7 +147,7 @@ class DeviceScan:
         self._pieces.clear()
         self._buffers.clear()
 
-    def _run(self, job: ScanJob, claims: Any, share: Share) -> None:
+    def _run(self, job: ScanJob, claims: Any, share: Share, layers_left: int) -> None:
         heads, size = self._codes.shape[2:4]
         begin = job.first // size
         pages = job.page_ids[begin : -(-job.last // size)]
@@ -153,7 +155,7 @@ class DeviceScan:
         while True:
             self._room.acquire()
             try:
-                task = claims.back(heads, LAYERS_LEFT * heads)
+                task = claims.back(heads, layers_left * heads)
                 if task < 0:
                     self._room.release()
                     return
@@ -194,14 +196,15 @@ class DeviceScan:
         heads, size = self._codes.shape[2:4]
         n = self._means.shape[4]
         query_codes, lead, reach = self._upload_queries(job, layer)
-        means = self._buffer("means", torch.int8, (num_pages, heads, 2, n))
-        scales = self._buffer("scales", torch.float32, (num_pages, heads, 2))
+        means = self._buffer("means", torch.int8, (num_pages, heads, 2, n), self._copy_stream)
+        scales = self._buffer("scales", torch.float32, (num_pages, heads, 2), self._copy_stream)
         row_scales = None
         if self._index.bits < 8:
-            row_scales = self._buffer("row scales", torch.float32, (num_pages, heads, size))
+            shape = (num_pages, heads, size)
+            row_scales = self._buffer("row scales", torch.float32, shape, self._copy_stream)
         stride = num_pages * size
-        keys = self._buffer("keys", torch.int32, (heads, stride))
-        host = self._buffer("host keys", torch.int32, (heads, stride), pinned=True)
+        keys = self._buffer("keys", torch.int32, (heads, stride), self._scan_stream)
+        host = self._buffer("host keys", torch.int32, (heads, stride))
         with self._on(self._copy_stream):
             for at, page, count in runs:
                 self._copy(means[at : at + count], self._means[layer, page : page + count])
@@ -246,8 +249,8 @@ class DeviceScan:
         positions, query_heads = job.queries.shape[1:3]
         width = -(-positions * (query_heads // heads) // 16) * 16
         sizes = (heads * width * n, 4 * heads * width, 4 * heads)
-        host = self._buffer("host queries", torch.uint8, (sum(sizes),), pinned=True)
-        device = self._buffer("queries", torch.uint8, (sum(sizes),))
+        host = self._buffer("host queries", torch.uint8, (sum(sizes),))
+        device = self._buffer("queries", torch.uint8, (sum(sizes),), self._copy_stream)
         self._native.prepare_layer(
             *(*self._index.arrays, self._index.signs, self._index.bits),
             *(job.queries, job.lse, job.scale, layer),
@@ -278,18 +281,28 @@ class DeviceScan:
         if len(self._pieces) >= PIECES:
             return self._pieces.popleft()
         shape = (self._piece_pages, *self._codes.shape[2:])
-        return torch.empty(shape, dtype=torch.uint8, device=self._device), None
+        with self._on(self._copy_stream):
+            return torch.empty(shape, dtype=torch.uint8, device=self._device), None
 
     def _buffer(
-        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pinned: bool = False
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], stream: Any = None
     ) -> torch.Tensor:
-        """Memory of the layer whose turn it is, in the given shape; it only grows."""
+        """Memory of the layer whose turn it is, in the given shape; it only grows.
+
+        Args:
+            name: on the device, or on the host if it begins so (page-locked where the device is a GPU).
+            stream: that uses the memory first. It must come from that stream's memory: other streams' free
+                memory may still be in use by work that is queued there.
+        """
         key = f"{name} {self._turn}"
         count = int(np.prod(shape))
         held = self._buffers.get(key)
         if held is None or held.numel() < count:
-            device = torch.device("cpu") if pinned else self._device
-            held = torch.empty(count, dtype=dtype, device=device, pin_memory=pinned and self._cuda)
+            if name.startswith("host"):
+                held = torch.empty(count, dtype=dtype, pin_memory=self._cuda)
+            else:
+                with self._on(stream):
+                    held = torch.empty(count, dtype=dtype, device=self._device)
             self._buffers[key] = held
         return held[:count].view(shape)
 

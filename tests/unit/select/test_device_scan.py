@@ -143,6 +143,36 @@ class _Slow:
         self._select(*arguments)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_warms_up_for_any_number_of_layers(device: str) -> None:
+    pool = HostPool(RowLayout(1, 2, 16, 8, torch.float32), 2, pin=False)
+    index = KeyIndex(pool, 8, pin=device == "cuda")
+    scan = DeviceScan(native, index, torch.device(device), "auto")
+    scan.warm_up()
+    assert scan.layers == 1
+    scan.close()
+    index.close()
+    pool.close()
+
+
+@pytest.mark.gpu
+def test_its_memory_is_nobody_elses() -> None:
+    """What the main stream freed is still read by work that is queued there: the scan must not get it."""
+    case = Case(64, 128, 32, 40, pin=True)
+    size = device_scan.PIECE_BYTES
+    freed = [torch.zeros(size // 4, dtype=torch.int32, device="cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1 << 29)
+    sums = [memory.sum() for memory in freed]
+    del freed
+    scan = DeviceScan(native, case.index, torch.device("cuda"), "auto", least=0)
+    scan.warm_up()
+    scan.start(case.job(0, 2560, 7), native.Claims(LAYERS * HEADS)).wait()
+    assert not any(int(total) for total in sums)
+    scan.close()
+    case.close()
+
+
 def test_what_does_not_pay_stays_with_the_cpu() -> None:
     case = Case(16, 32, 8, 30, pin=False)
     scan = DeviceScan(native, case.index, torch.device("cpu"), "auto", least=LAYERS * HEADS * 100)
