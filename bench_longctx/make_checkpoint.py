@@ -31,6 +31,7 @@ from herald.models.presets import PRESETS
 from herald.models.registry import family_named
 from herald.models.weights import INDEX_FILE, Source
 
+# Of random weights; routers' make logits of about the spread that trained ones have.
 WEIGHT_STD = 0.02
 DTYPE = torch.bfloat16
 # option -> field of ModelConfig

@@ -204,7 +204,7 @@ def main() -> int:
     parser.add_argument("--lookahead-step", type=int, default=1)
     parser.add_argument("--index-bits", type=int, default=8)
     parser.add_argument("--shared", type=float, default=SHARED, help="share of a set that the next one keeps")
-    parser.add_argument("--num-threads", type=int, default=0, help="threads of selection, 0 for all cores")
+    parser.add_argument("--num-threads", type=int, default=0, help="threads of selection, 0 for the default")
     parser.add_argument(
         "--scan-on-device",
         action=argparse.BooleanOptionalAction,

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from bench_longctx.make_checkpoint import WEIGHT_STD
 from herald.config import EngineConfig, OffloadConfig
 from herald.engine import engine as engine_module
 from herald.engine.engine import Engine
@@ -47,8 +48,6 @@ TINY_EXPERTS = {
     "num_groups": 4,
     "top_groups": 2,
 }
-# Standard deviation of random weights; routers' make logits of about the spread that trained ones have.
-WEIGHT_STD = 0.02
 
 
 def random_model(
