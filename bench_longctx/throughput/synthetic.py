@@ -126,6 +126,9 @@ class SyntheticPrefill:
         self.logits = torch.randn(shape, dtype=self.model.dtype, device=self.model.device)
         self.done = True
 
+    def close(self) -> None:
+        """Nothing to let go of."""
+
 
 def make_engine(model: BlockModel, offload: OffloadConfig, max_num_seqs: int, shared_share: float) -> Engine:
     """An engine whose requests begin decoding at once, with a filled pool or arena.

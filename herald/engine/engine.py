@@ -341,11 +341,15 @@ class Engine:
         if not task.done:
             return []
         assert task.logits is not None
-        request.prefill = None
-        request.phase = Phase.DECODE
         if request.resident is not None and request.resident.needs_selection(request.prefix):
             request.counters.rows_selected += request.resident.num_rows
-        self.decoder.commit_first(request, task.logits)
+        try:
+            self.decoder.commit_first(request, task.logits)
+        except Exception as error:  # no room on the device, say
+            request.error = retrieval_error(request, error)
+            return self._end_failed([request])
+        request.prefill = None
+        request.phase = Phase.DECODE
         if progress is not None:
             progress(Progress(request.request_id, "prefill", total, total))
         return []
@@ -435,7 +439,6 @@ class Engine:
         """End a request and give back what it holds, now or once nothing on its way can touch it."""
         request.finish_reason = reason
         request.finished_at = time.perf_counter()
-        request.prefill = None
         self.scheduler.remove(request)
         self.decoder.release(request)
         with self._lock:
@@ -444,3 +447,4 @@ class Engine:
             self.retriever.retire(request)
         elif request.resident is not None:
             request.resident.release()
+        request.drop_prefill()

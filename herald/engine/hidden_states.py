@@ -50,10 +50,6 @@ class HiddenStates:
             return
         device = tokens.device
         self._cuda = device.type == "cuda"
-        # One registration, so that no copy crosses from one into the next.
-        whole = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        self._slab = HostSlab(num_bytes, self._cuda, register_bytes=whole)
-        self._host = self._slab.tensor(dtype, (tokens.numel(), hidden_size))
         size = self._edges[1]
         self._buffers = torch.empty(BUFFERS, size, hidden_size, dtype=dtype, device=device)
         self._in: Any = torch.cuda.Stream(device) if self._cuda else None
@@ -61,6 +57,10 @@ class HiddenStates:
         self._loaded: list[Any] = [None] * BUFFERS
         self._left: list[Any] = [None] * BUFFERS  # after which a buffer may be written again
         self._saved: list[Any] = [None] * len(starts)  # after which a chunk may be read again
+        # One registration, so that no copy crosses from one into the next. Last: `close` asks for the slab.
+        whole = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        self._slab = HostSlab(num_bytes, self._cuda, register_bytes=whole)
+        self._host = self._slab.tensor(dtype, (tokens.numel(), hidden_size))
 
     def take(self, layer: int, chunk: int) -> torch.Tensor:
         """A chunk's input of a layer, [c, hidden_size] on the device; takes follow each other in order."""

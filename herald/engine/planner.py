@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from dataclasses import dataclass
 from functools import partial
 
@@ -337,6 +338,8 @@ def count_down(request: Request) -> None:
 
 def retrieval_error(request: Request, error: Exception) -> HeraldError:
     """The error of a request whose rows could not be made, kept or brought: ``error``, or a typed one."""
+    # Who keeps the error must not keep the tensors of the functions it came through: one layer's KV, say.
+    traceback.clear_frames(error.__traceback__)
     if isinstance(error, HeraldError):
         return error
     what = f"no rows could be brought for block {request.block + 1}"

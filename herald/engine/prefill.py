@@ -144,6 +144,11 @@ class PrefillTask:
         if self.chunk == len(self.starts):
             self._finish_layer(rows[:, : self.prefix])
 
+    def close(self) -> None:
+        """Give up half-way: let go of the prompt's hidden states and rows. Idempotent."""
+        self._hidden.close()
+        self._rows = None
+
     def _finish_layer(self, rows: torch.Tensor) -> None:
         """Run the first block's lane through the layer, choose its rows, send the KV away."""
         cos, sin = self._rope(self.prefix, self.prefix + self.block_length)

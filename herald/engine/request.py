@@ -191,3 +191,9 @@ class Request:
     def prompt_in_block(self, block: int) -> int:
         """Prompt tokens at the head of a block."""
         return min(max(len(self.prompt_ids) - block * self.block_length, 0), self.block_length)
+
+    def drop_prefill(self) -> None:
+        """Let go of the prefill, and of its memory if it was given up half-way."""
+        task, self.prefill = self.prefill, None
+        if task is not None:
+            task.close()

@@ -141,11 +141,13 @@ class DeviceScan:
         share.wait()
 
     def close(self) -> None:
-        """Let the selections under way end, and give the device's memory back. Idempotent."""
+        """Let the selections under way end, give the device's memory back and the index up. Idempotent."""
         self._scanner.close()
         self._chooser.close()
         self._pieces.clear()
         self._buffers.clear()
+        # A view keeps the index's memory mapped, beside that of the index that takes its place.
+        self._codes = self._row_scales = self._means = self._scales = torch.empty(0)
 
     def _run(self, job: ScanJob, claims: Any, share: Share, layers_left: int) -> None:
         heads, size = self._codes.shape[2:4]
@@ -162,10 +164,10 @@ class DeviceScan:
                 layer = task // heads
                 keys, done = self._launch(job, layer, runs, len(pages))
             except BaseException:
-                if self._cuda:
-                    self._copy_stream.synchronize()
                 self._turn -= 1  # the next layer takes its memory, not that of one that is under way
                 self._room.release()
+                if self._cuda:  # of a device that is lost this raises too
+                    self._copy_stream.synchronize()
                 raise
             share.layers += 1
             self.layers += 1

@@ -13,7 +13,7 @@ from herald.config import IndexBits
 from herald.kvstore import HostPool, KeyIndex, RowLayout
 from herald.kvstore.native import find_native
 from herald.select import Selector, device_scan
-from herald.select.device_scan import LAYERS_LEFT, DeviceScan, ScanJob
+from herald.select.device_scan import LAYERS_LEFT, LAYERS_UNDER_WAY, DeviceScan, ScanJob
 
 native: Any = find_native().module
 pytestmark = pytest.mark.skipif(native is None, reason=find_native().reason)
@@ -129,6 +129,38 @@ def test_an_error_of_the_device_reaches_the_caller(monkeypatch: pytest.MonkeyPat
     finally:
         shared.close()
         case.close()
+
+
+def test_a_device_that_is_lost_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every selection gets its error, however many there are, also where nothing can be waited for."""
+
+    class Lost:
+        def synchronize(self) -> None:
+            raise RuntimeError("the device is lost")
+
+    case = Case(16, 32, 8, 30, pin=False)
+    scan = DeviceScan(native, case.index, torch.device("cpu"), "auto", least=0)
+    monkeypatch.setattr(scan, "_cuda", True)
+    monkeypatch.setattr(scan, "_copy_stream", Lost())
+    monkeypatch.setattr(scan, "_launch", lambda *arguments: 1 / 0)
+    for _ in range(LAYERS_UNDER_WAY + 2):
+        share = scan.start(case.job(0, 480, 9), native.Claims(LAYERS * HEADS))
+        assert share._taken is not None
+        assert isinstance(share._taken.exception(10), RuntimeError)
+    scan.close()
+    case.close()
+
+
+def test_a_closed_scan_lets_go_of_the_index() -> None:
+    """An engine that grows makes its next index while somebody may still hold the old scan."""
+    case = Case(16, 32, 8, 30, pin=False)
+    scan = DeviceScan(native, case.index, torch.device("cpu"), "auto", least=0)
+    scan.start(case.job(0, 480, 9), native.Claims(LAYERS * HEADS)).wait()
+    maps = [slab._map for slab in case.index._slabs]
+    scan.close()
+    scan.close()
+    case.close()
+    assert all(memory.closed for memory in maps)
 
 
 class _Slow:
