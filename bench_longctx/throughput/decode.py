@@ -231,9 +231,11 @@ def _set_retrieval(engine: Engine, retrieval: str) -> None:
         plan = Plan(none, none, none, counts, free, positions)
         chosen: Future[np.ndarray] = Future()
         update: Future[SetUpdate] = Future()
+        arrival: Future[None] = Future()
         chosen.set_result(none)
         update.set_result(SetUpdate(version, plan, None))
-        return Selection(block * request.block_length, block, chosen, update, True)
+        arrival.set_result(None)
+        return Selection(block * request.block_length, block, chosen, update, arrival, True)
 
     def select(request: Request, queries: Any, lse: Any, block: int, own_rows_due: bool) -> Selection:
         return frozen(request, block)

@@ -26,6 +26,7 @@ from herald.engine.runner import LaneRunner
 from herald.engine.scheduler import Scheduler
 from herald.engine.selection_clock import SelectionClock
 from herald.engine.trace import Trace
+from herald.engine.waiting import wait_for_rows
 from herald.errors import (
     HostPoolTooSmall,
     InvalidOption,
@@ -40,10 +41,6 @@ from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
 
 ProgressCallback = Callable[[Progress], None]
-
-# How long `Engine.step` waits for rows before it looks after aborts and new requests again.
-PATIENCE = 0.02
-POLL_SECONDS = 1e-4
 
 
 class Engine:
@@ -364,20 +361,14 @@ class Engine:
     def _wait(self) -> None:
         """Let the host wait for what comes first: the last step but one, or rows that a request waits for.
 
-        Returns at once while a prompt is being prefilled, and after `PATIENCE` seconds in any case.
+        Returns at once while a prompt is being prefilled, and after 20 ms in any case.
         """
         under_way = self.decoder.under_way
         if len(under_way) >= MAX_UNDER_WAY:
             under_way[-2].report.wait()
         elif self.scheduler.prefilling() is None:
-            selecting = [r for r in self.scheduler.running if self.decoder.planner.waits_for_rows(r)]
-            deadline = time.perf_counter() + PATIENCE
-            while selecting and time.perf_counter() < deadline:
-                done = under_way and under_way[0].report.done()
-                if done or not all(self.decoder.planner.waits_for_rows(r) for r in selecting):
-                    break
-                time.sleep(POLL_SECONDS)
-            if under_way and not selecting:
+            waited = wait_for_rows(self.scheduler.running, self.decoder, self.retriever)
+            if under_way and not waited:
                 under_way[0].report.wait()
 
     def _settle(self, progress: ProgressCallback | None) -> list[Request]:

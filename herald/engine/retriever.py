@@ -1,15 +1,16 @@
 """Look-ahead retrieval: keeps the host side of every request and brings the rows a block needs.
 
 Background threads do the CPU work: one stores and indexes rows that arrive from the device, one selects (two
-in turn where a device scores a share), one brings what was selected, in order. A selection waits until what
-its request stored before is indexed. It becomes a difference against the request's resident set, and the
-difference a transfer into its staging rows, while the next selection scans; the engine applies it at a block
-boundary.
+in turn where a device scores a share), one brings what was selected, in order, one waits until it is there. A
+selection waits until what its request stored before is indexed. It becomes a difference against the
+request's resident set, and the difference a transfer into its staging rows, while the next selection scans;
+the engine applies it at a block boundary.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +42,7 @@ class Selection:
         block: the block it is for.
         positions: int32 [layers, kv_heads, k] once chosen.
         update: the difference, once the rows are on their way.
+        arrival: done once they are there, or something failed; who applies the update meets the error.
         own_rows_due: the finished block's own rows are still to be written (it is applied at a boundary).
     """
 
@@ -48,20 +50,13 @@ class Selection:
     block: int
     positions: Future[np.ndarray]
     update: Future[SetUpdate]
+    arrival: Future[None]
     own_rows_due: bool
 
     @property
     def ready(self) -> bool:
         """Rows have arrived (or the selection failed)."""
-        if not self.update.done():
-            return False
-        if self.update.exception() is not None:
-            return True
-        ticket = self.update.result().ticket
-        try:
-            return ticket is None or ticket.done()
-        except Exception:  # who applies the update meets the error
-            return True
+        return self.arrival.done()
 
 
 class Retriever:
@@ -73,6 +68,7 @@ class Retriever:
         trace: receives spans.
 
     Attributes:
+        arrived: set whenever rows of a selection have arrived; who waits for it clears it first.
         delay: called before each selection, in its thread, so that a test of races can stretch it.
             None in normal use.
     """
@@ -88,6 +84,8 @@ class Retriever:
         self._turns = itertools.cycle(self._workers)
         self._storer = BackgroundWorker("herald-store")
         self._bringer = BackgroundWorker("herald-bring")
+        self._receiver = BackgroundWorker("herald-receive")
+        self.arrived = threading.Event()
         self._indexers = ThreadPoolExecutor(store.num_threads, thread_name_prefix="herald-index")
         self._bounce = BounceBuffers()
         for worker in self._workers:
@@ -98,6 +96,7 @@ class Retriever:
         for worker in self._workers:
             worker.close()
         self._bringer.close()
+        self._receiver.close()
         self._storer.close()
         self._indexers.shutdown()
 
@@ -181,13 +180,21 @@ class Retriever:
             host, ticket = source, None
         worker = next(self._turns)
         positions = worker.submit(self._choose, request, host, ticket, request.stored, prefix, block)
-        update = self._bringer.submit(self._bring, request, positions, prefix, own_rows_due)
-        return Selection(prefix, block, positions, update, own_rows_due)
+        return self._ask(request, positions, prefix, block, own_rows_due)
 
     def rebase(self, request: Request, selection: Selection) -> Selection:
         """Compute the difference of a late selection anew, against the set as it is now."""
-        update = self._bringer.submit(self._bring, request, selection.positions, selection.prefix, False)
-        return Selection(selection.prefix, selection.block, selection.positions, update, False)
+        return self._ask(request, selection.positions, selection.prefix, selection.block, False)
+
+    def _ask(
+        self, request: Request, positions: Future[np.ndarray], prefix: int, block: int, own_rows_due: bool
+    ) -> Selection:
+        """Have the rows at ``positions`` brought."""
+        update = self._bringer.submit(self._bring, request, positions, prefix, own_rows_due)
+        # Asking a ticket costs a call of the driver: a thread waits for each in turn, and nobody asks.
+        arrival = self._receiver.submit(_receive, update)
+        arrival.add_done_callback(lambda _: self.arrived.set())
+        return Selection(prefix, block, positions, update, arrival, own_rows_due)
 
     def retire(self, request: Request) -> None:
         """Give back a request's pages and rows once nothing on its way can touch them any more."""
@@ -195,7 +202,7 @@ class Retriever:
 
     def drain(self) -> None:
         """Wait for everything submitted so far."""
-        for worker in (self._storer, *self._workers, self._bringer):
+        for worker in (self._storer, *self._workers, self._bringer, self._receiver):
             worker.submit(lambda: None).result()
 
     def _warm_up(self) -> None:
@@ -321,6 +328,13 @@ class Retriever:
         self.store.pool.write_block(page, offset, buffer)
         self.store.index.append_block(page, offset, buffer.shape[2])
         self._bounce.give_back(buffer)
+
+
+def _receive(update: Future[SetUpdate]) -> None:
+    """Return when the rows of an update are there."""
+    ticket = update.result().ticket
+    if ticket is not None:
+        ticket.wait_host()
 
 
 def page_runs(pages: np.ndarray) -> list[tuple[int, int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ import pytest
 from herald.config import OffloadConfig
 from herald.engine.engine import Engine
 from herald.engine.request import Phase, Request
-from herald.engine.resident import ResidentSet, SetUpdate, set_size, staging_rows
-from herald.engine.retriever import Selection
+from herald.engine.resident import ResidentSet, set_size, staging_rows
 from herald.errors import (
     HostPoolTooSmall,
     InvalidOption,
@@ -564,15 +562,22 @@ def test_an_error_nobody_asked_for_ends_with_its_request(make_engine: MakeEngine
     engine.close()
 
 
-def test_a_transfer_that_fails_while_it_is_asked_is_ready() -> None:
-    """Asking never raises: the error belongs to the request, which meets it when the rows are applied."""
+@pytest.mark.parametrize("fails", ["plan", "transfer"])
+def test_rows_that_fail_on_the_way_have_arrived(fails: str, make_engine: MakeEngine) -> None:
+    """Whoever waits for a selection wakes up, and meets the error when the rows are applied."""
+    engine = make_engine("sdar_b8", SPARSE)
+    request = engine.add_request(random_prompt(300, 3), PARAMS)
+    while request.phase is not Phase.DECODE:
+        engine.step()
+    retriever = engine.retriever
+    assert retriever is not None
 
-    class Failing:
-        failed = False
+    def broken(*args: object, **options: object) -> None:
+        raise OSError("the bus is gone")
 
-        def done(self) -> bool:
-            raise OSError("the bus is gone")
-
-    update: Future = Future()
-    update.set_result(SetUpdate(0, None, Failing()))  # type: ignore[arg-type]
-    assert Selection(16, 2, Future(), update, own_rows_due=True).ready
+    owner = retriever.store.transfer if fails == "transfer" else retriever.store.selector
+    setattr(owner, "submit" if fails == "transfer" else "plan_update", broken)
+    while engine.has_work:
+        engine.step()
+    assert isinstance(request.error, RetrievalFailed)
+    engine.close()
