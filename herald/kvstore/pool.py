@@ -13,6 +13,7 @@ from herald.errors import HostPoolTooSmall, UsageError
 from herald.kvstore.host_memory import HostSlab
 from herald.kvstore.layout import RowLayout
 from herald.kvstore.pages import PageAllocator
+from herald.kvstore.row_values import as_numpy
 
 
 class HostPool:
@@ -74,7 +75,8 @@ class HostPool:
                 f"rows {offset} to {offset + shape[2]} of page {page} do not exist",
                 f"use rows 0 to {layout.page_size} of pages 0 to {self.num_pages - 1}",
             )
-        self.rows[:, page, :, offset : offset + shape[2]].copy_(rows)
+        # Not torch's copy: its threads, one a core, would take the cores from a selection and then spin.
+        np.copyto(as_numpy(self.rows[:, page, :, offset : offset + shape[2]]), as_numpy(rows))
 
     def row_ids(
         self, layer: ArrayLike, head: ArrayLike, page_ids: ArrayLike, positions: ArrayLike
