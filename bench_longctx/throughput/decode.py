@@ -237,12 +237,12 @@ def _set_retrieval(engine: Engine, retrieval: str) -> None:
         arrival.set_result(None)
         return Selection(block * request.block_length, block, chosen, update, arrival, True)
 
-    def select(request: Request, queries: Any, lse: Any, block: int, own_rows_due: bool) -> Selection:
+    def select(request: Request, queries: Any, lse: Any, block: int, due: bool, after: Any) -> Selection:
         return frozen(request, block)
 
     retriever.select = select  # type: ignore[method-assign]
     if retrieval == BARE:
-        retriever.store_block = lambda request, rows, prefix: None  # type: ignore[method-assign]
+        retriever.store_block = lambda request, rows, prefix, after: None  # type: ignore[method-assign]
         planner.looks_ahead = lambda request: False  # type: ignore[method-assign]
 
         def begin(request: Request, prefix: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,11 +49,15 @@ class Step:
 
 
 class Kept(NamedTuple):
-    """What a step leaves for the host: see `StepProgram`; one entry for each lane that is kept."""
+    """What a step leaves for the host: see `StepProgram`; one entry for each lane that is kept.
+
+    ``after`` is an event after which it is there, None on a CPU.
+    """
 
     rows: torch.Tensor | None = None
     queries: torch.Tensor | None = None
     lse: torch.Tensor | None = None
+    after: Any = None
 
 
 class Decoder:
@@ -278,12 +282,19 @@ class Decoder:
         finals, captures = len(plan.final_lane), len(plan.capture_lane)
         sources = ((program.final_rows, finals), (program.queries, captures), (program.lse, captures))
         try:
-            return Kept(*(None if rows is None else rows[:count].clone() for rows, count in sources))
+            rows, queries, lse = (
+                None if kept is None or not count else kept[:count].clone() for kept, count in sources
+            )
+            return Kept(rows, queries, lse, self._event() if finals or captures else None)
         except Exception as error:  # no room on the device, say
             for part in parts:
                 if part.final or part.captures >= 0:
                     part.request.error = retrieval_error(part.request, error)
             return Kept()
+
+    def _event(self) -> Any:
+        """An event after the work of the device so far, None on a CPU."""
+        return torch.cuda.current_stream().record_event() if self.model.device.type == "cuda" else None
 
     def _keep(self, parts: list[Part], kept: Kept) -> None:
         """Final rows join their sets and go to the host pool, captured queries to the selector."""
@@ -305,11 +316,13 @@ class Decoder:
             request.resident.append_block(request.prefix, follows=part.free_rows is None)
             if retriever is not None:
                 assert kept.rows is not None
-                retriever.store_block(request, kept.rows[final], request.prefix)
+                retriever.store_block(request, kept.rows[final], request.prefix, kept.after)
         if part.captures >= 0:
             assert kept.queries is not None and kept.lse is not None and retriever is not None
             queries, lse = kept.queries[capture], kept.lse[capture]
-            request.selection = retriever.select(request, queries, lse, part.captures, part.own_rows_due)
+            request.selection = retriever.select(
+                request, queries, lse, part.captures, part.own_rows_due, kept.after
+            )
             self.planner.submitted(part)
             request.counters.lookaheads += part.step >= 0 and part.own_rows_due
 

@@ -1,7 +1,8 @@
 """Look-ahead retrieval: keeps the host side of every request and brings the rows a block needs.
 
-Background threads do the CPU work: one stores and indexes rows that arrive from the device, one selects (two
-in turn where a device scores a share), one brings what was selected, in order, one waits until it is there. A
+Background threads do the CPU work: one sends what a step leaves for the host, one stores and indexes rows
+that arrive from the device, one selects (two in turn where a device scores a share), one brings what was
+selected, in order, one waits until it is there. A
 selection waits until what its request stored before is indexed. It becomes a difference against the
 request's resident set, and the difference a transfer into its staging rows, while the next selection scans;
 the engine applies it at a block boundary.
@@ -18,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +33,9 @@ from herald.engine.trace import Span, Trace
 from herald.kvstore.row_values import as_numpy
 from herald.select import BackgroundWorker, SlotGeometry
 from herald.transfer import RowMove, Ticket, verify_rows
+
+# Buffers on the host, and the ticket of the copies that fill them.
+Sent = tuple[tuple[torch.Tensor, ...], Ticket]
 
 
 @dataclass
@@ -82,6 +87,7 @@ class Retriever:
         count = 1 if store.selector.device_scan is None else 2
         self._workers = [BackgroundWorker(f"herald-select-{i}") for i in range(count)]
         self._turns = itertools.cycle(self._workers)
+        self._sender = BackgroundWorker("herald-send")
         self._storer = BackgroundWorker("herald-store")
         self._bringer = BackgroundWorker("herald-bring")
         self._receiver = BackgroundWorker("herald-receive")
@@ -93,6 +99,7 @@ class Retriever:
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""
+        self._sender.close()
         for worker in self._workers:
             worker.close()
         self._bringer.close()
@@ -137,28 +144,39 @@ class Retriever:
             layers=(layer, layer + 1),
             executor=self._indexers,
         )
-        request.stored = self._storer.submit(self._index, request, ticket, append)
+        request.stored = self._storer.submit(self._index, request, lambda: ticket, append)
         return ticket
 
-    def store_block(self, request: Request, rows: torch.Tensor, prefix: int) -> None:
+    def store_block(self, request: Request, rows: torch.Tensor, prefix: int, after: Any) -> None:
         """Send a finished block's final KV to the pool and index it.
 
         Args:
-            rows: [layers, kv_heads, B, 2 * head_dim], contiguous, on the device.
+            rows: [layers, kv_heads, B, 2 * head_dim], contiguous, on the device, unchanged from now on.
             prefix: positions before and in the block.
+            after: event after which they are there, None on a CPU.
         """
         assert request.pages is not None
-        buffer = self._bounce.take(rows)
-        ticket = self.store.transfer.write_back(rows, buffer, after=_event(rows))
+        sent = self._sender.submit(self._send, (rows,), after)
         start = prefix - request.block_length
         page, offset = divmod(start, self.store.layout.page_size)
-        append = partial(self._append_block, buffer, int(request.pages[page]), offset)
+        append = partial(self._append_block, sent, int(request.pages[page]), offset)
         request.stored = self._storer.submit(
-            self._index, request, ticket, append, start // request.block_length
+            self._index, request, lambda: sent.result()[1], append, start // request.block_length
         )
 
+    def _send(self, rows: tuple[torch.Tensor, ...], after: Any) -> Sent:
+        """Start the copies of ``rows`` to the host."""
+        buffers = tuple(self._bounce.take(part) for part in rows)
+        return buffers, self.store.transfer.write_back(rows, buffers, after=after)
+
     def select(
-        self, request: Request, queries: torch.Tensor, lse: torch.Tensor, block: int, own_rows_due: bool
+        self,
+        request: Request,
+        queries: torch.Tensor,
+        lse: torch.Tensor,
+        block: int,
+        own_rows_due: bool,
+        after: Any,
     ) -> Selection:
         """Start the selection for a block of a request.
 
@@ -168,18 +186,13 @@ class Retriever:
             lse: float32 [layers, B, heads], their log-sum-exps.
             block: index of the block.
             own_rows_due: see `Selection`; false for the block that is being denoised already.
+            after: event after which queries and lse are there, None on a CPU.
         """
         prefix = block * request.block_length
-        if queries.dtype == torch.float16:  # the CPU reads float32 and bfloat16
-            queries = queries.float()
         source = (queries, lse)
-        if queries.is_cuda:
-            host = (self._bounce.take(queries), self._bounce.take(lse))
-            ticket = self.store.transfer.write_back(source, host, after=_event(queries))
-        else:
-            host, ticket = source, None
+        sent = self._sender.submit(self._send, source, after) if queries.is_cuda else None
         worker = next(self._turns)
-        positions = worker.submit(self._choose, request, host, ticket, request.stored, prefix, block)
+        positions = worker.submit(self._choose, request, source, sent, request.stored, prefix, block)
         return self._ask(request, positions, prefix, block, own_rows_due)
 
     def rebase(self, request: Request, selection: Selection) -> Selection:
@@ -202,7 +215,7 @@ class Retriever:
 
     def drain(self) -> None:
         """Wait for everything submitted so far."""
-        for worker in (self._storer, *self._workers, self._bringer, self._receiver):
+        for worker in (self._sender, self._storer, *self._workers, self._bringer, self._receiver):
             worker.submit(lambda: None).result()
 
     def _warm_up(self) -> None:
@@ -237,15 +250,17 @@ class Retriever:
     def _choose(
         self,
         request: Request,
-        host: tuple[torch.Tensor, torch.Tensor],
-        ticket: Ticket | None,
+        source: tuple[torch.Tensor, ...],
+        sent: Future[Sent] | None,
         stored: Future[None] | None,
         prefix: int,
         block: int,
     ) -> np.ndarray:
-        assert request.resident is not None and request.pages is not None
+        """Choose rows with queries and lse, from ``source`` or where they were ``sent``."""
+        buffers: tuple[torch.Tensor, ...] = ()
         try:
-            if ticket is not None:
+            if sent is not None:
+                buffers, ticket = sent.result()
                 ticket.wait_host()
             if stored is not None:
                 stored.result()
@@ -253,15 +268,20 @@ class Retriever:
                 raise request.store_error
             if self.delay is not None:
                 self.delay()
-            start = time.perf_counter()
-            first, last, k = request.resident.candidates(prefix)
-            queries, lse = as_numpy(host[0]), host[1].numpy()
-            positions = self.store.selector.select(request.pages, first, last, k, queries, lse, self.scale)
-            end = time.perf_counter()
+            return self._scan(request, buffers or source, prefix, block)
         finally:
-            if ticket is not None:
-                for buffer in host:
-                    self._bounce.give_back(buffer)
+            for buffer in buffers:
+                self._bounce.give_back(buffer)
+
+    def _scan(self, request: Request, host: tuple[torch.Tensor, ...], prefix: int, block: int) -> np.ndarray:
+        assert request.resident is not None and request.pages is not None
+        start = time.perf_counter()
+        first, last, k = request.resident.candidates(prefix)
+        queries = host[0].float() if host[0].dtype == torch.float16 else host[0]
+        positions = self.store.selector.select(
+            request.pages, first, last, k, as_numpy(queries), host[1].numpy(), self.scale
+        )
+        end = time.perf_counter()
         scanned = self.store.selector.bytes_scanned(first, last, k)
         at = (request.request_id, block)
         self.trace.add(Span("selection", start, end, *at, rows=positions.size, bytes=scanned))
@@ -312,9 +332,12 @@ class Retriever:
         move = RowMove(update.plan.src_rows, update.plan.staging_rows)
         verify_rows(move, self.store.pool.flat_rows, request.resident.arena.flat_rows)
 
-    def _index(self, request: Request, ticket: Ticket, append: Callable[[], None], block: int = -1) -> None:
-        """Index rows that ``ticket`` brings to the host. Nobody waits for this job: an error is kept."""
+    def _index(
+        self, request: Request, sent: Callable[[], Ticket], append: Callable[[], None], block: int = -1
+    ) -> None:
+        """Index rows that a ticket brings to the host. Nobody waits for this job: an error is kept."""
         try:
+            ticket = sent()
             ticket.wait_host()
             if (span := ticket.span) is not None:
                 at = (request.request_id, block)
@@ -324,7 +347,8 @@ class Retriever:
         except BaseException as error:
             request.store_error = error
 
-    def _append_block(self, buffer: torch.Tensor, page: int, offset: int) -> None:
+    def _append_block(self, sent: Future[Sent], page: int, offset: int) -> None:
+        ((buffer,), _) = sent.result()
         self.store.pool.write_block(page, offset, buffer)
         self.store.index.append_block(page, offset, buffer.shape[2])
         self._bounce.give_back(buffer)
