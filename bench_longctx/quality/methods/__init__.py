@@ -10,6 +10,7 @@ from bench_longctx.quality.methods.own_queries import (
     LookaheadK,
     LookaheadLate,
     LookaheadOne,
+    LookaheadRefresh,
     OwnStepZero,
 )
 from bench_longctx.quality.methods.page_bounds import Quest
@@ -26,6 +27,7 @@ ALL: tuple[Method, ...] = (
     LookaheadOne(),
     LookaheadK(),
     LookaheadLate(),
+    LookaheadRefresh(),
     PreviousBlock(),
     Quest(),
     PartialKeys(),
