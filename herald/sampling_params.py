@@ -28,6 +28,8 @@ class SamplingParams:
             what was committed.
         max_post_steps: with ``editing_threshold``, steps a block may take without a masked position.
         block_length: positions denoised together; 0 for the checkpoint's.
+        sub_block_length: a step commits within the first part of the block that has a mask, of this length
+            (Fast-dLLM v2); 0 for the family's own, which is 8 there.
         ignore_eos: go on after an end-of-sequence token.
     """
 
@@ -42,6 +44,7 @@ class SamplingParams:
     editing_threshold: float | None = None
     max_post_steps: int = 16
     block_length: int = 0
+    sub_block_length: int = 0
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -89,3 +92,7 @@ class SamplingParams:
         )
         check(self.max_post_steps >= 0, "max_post_steps", self.max_post_steps, "use 0 or more, such as 16")
         check(self.block_length >= 0, "block_length", self.block_length, "use 0 for the checkpoint's")
+        sub_block = self.sub_block_length
+        check(
+            sub_block >= 0, "sub_block_length", sub_block, "use 0 for the family's, or a divisor of the block"
+        )

@@ -184,6 +184,12 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--steps", type=whole, metavar="N", help="denoising steps a block may take (default: one a position)")
     add(
+        "--sub-block-length",
+        type=whole,
+        metavar="N",
+        help="commit within the first N positions that still have a mask (Fast-dLLM v2; default: 8 there)",
+    )
+    add(
         "--editing-threshold",
         type=number,
         metavar="P",
@@ -276,6 +282,7 @@ _SAMPLING = {
     "stop": "stop",
     "threshold": "confidence_threshold",
     "steps": "denoising_steps",
+    "sub_block_length": "sub_block_length",
     "editing_threshold": "editing_threshold",
     "max_post_steps": "max_post_steps",
     "ignore_eos": "ignore_eos",

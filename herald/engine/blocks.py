@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -16,6 +18,7 @@ class BlockTable:
         num_slots: requests that can hold a slot.
         mask_id: token id of a mask.
         device: where the table is.
+        windowed: blocks are decoded window by window.
 
     Attributes:
         rows: int64 [3 S + 1, B]: S rows of tokens, of drafts, of closed blocks, then one of mask ids; S is
@@ -25,10 +28,13 @@ class BlockTable:
         masked: bool [S, B], what is still to decode.
         threshold: float32 [S], confidence above which a position is committed, +inf for none.
         edit_threshold: float32 [S], confidence above which a committed token is replaced, +inf for none.
+        window: int64 [S, B], the number of each position's window; None unless ``windowed``.
         edits: int64 [S, 3], how far the block of an edited slot is; see `herald_kernels.commit_edits`.
     """
 
-    def __init__(self, block_length: int, num_slots: int, mask_id: int, device: torch.device) -> None:
+    def __init__(
+        self, block_length: int, num_slots: int, mask_id: int, device: torch.device, windowed: bool = False
+    ) -> None:
         slots = num_slots + 1
         self.block_length = block_length
         self.mask_id = mask_id
@@ -38,6 +44,7 @@ class BlockTable:
         self.threshold = torch.full((slots,), float("inf"), device=device)
         self.edit_threshold = torch.full_like(self.threshold, float("inf"))
         self.edits = torch.zeros(slots, 3, dtype=torch.int64, device=device)
+        self.window = torch.zeros_like(self.tokens) if windowed else None
         self.num_slots = slots
         self._free = list(range(num_slots))[::-1]
 
@@ -60,13 +67,16 @@ class BlockTable:
     def masks_row(self) -> int:
         return 3 * self.num_slots
 
-    def take(self, tokens: np.ndarray, masked: np.ndarray, params: SamplingParams) -> int:
+    def take(
+        self, tokens: np.ndarray, masked: np.ndarray, params: SamplingParams, windows: Sequence[int] = ()
+    ) -> int:
         """A free slot that holds a request's first block.
 
         Args:
             tokens: int64 [B].
             masked: bool [B].
             params: its thresholds are read, and ``max_post_steps``.
+            windows: their lengths, where the table is ``windowed``.
         """
         slot = self._free.pop()
         device = self.rows.device
@@ -76,6 +86,8 @@ class BlockTable:
         commit, edit = params.confidence_threshold, params.editing_threshold
         self.threshold[slot] = float("inf") if commit is None else commit
         self.edit_threshold[slot] = float("inf") if edit is None else edit
+        if self.window is not None:
+            self.window[slot] = to_device(np.repeat(np.arange(len(windows)), windows), device)
         if edit is not None:
             start = np.array([np.count_nonzero(~masked), 0, params.max_post_steps], dtype=np.int64)
             self.edits[slot] = to_device(start, device)

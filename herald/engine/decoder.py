@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from herald.decode import draw
+from herald.decode import draw, policy_of
 from herald.engine.blocks import BlockTable
 from herald.engine.lanes import StepPlan, StepShape
 from herald.engine.plain_step import PlainStep
@@ -91,7 +91,10 @@ class Decoder:
         """The blocks under way of one length."""
         if block_length not in self._tables:
             mask_id, device = self.model.config.mask_token_id, self.model.device
-            self._tables[block_length] = BlockTable(block_length, self.max_num_seqs, mask_id, device)
+            windowed = self.model.config.shifted or policy_of(self.model.config.family).sub_block_length > 0
+            self._tables[block_length] = BlockTable(
+                block_length, self.max_num_seqs, mask_id, device, windowed
+            )
         return self._tables[block_length]
 
     def has_room(self, group: list[Request], alone: bool) -> bool:
@@ -202,7 +205,7 @@ class Decoder:
         report = self._reports.take()
         report.begin(plan.pack(program.shape, table.masks_row, table.spare))
         program.take_logits(report.inputs, logits)
-        part = Part(request, request.block, 0)
+        part = Part(request, request.block, 0, lead=request.leads and request.left == request.block_length)
         self._draw(program, [part])
         report.end(program.report, 1)
         count_down(request)
@@ -233,7 +236,7 @@ class Decoder:
         for part, (left, *tokens) in zip(denoised, rows, strict=True):
             request = part.request
             request.unread -= 1
-            request.counters.steps += 1
+            request.counters.steps += not part.lead
             if left >= 0 and not request.is_certain:
                 request.pace.saw(request.left, left)
                 request.left = left
@@ -270,7 +273,8 @@ class Decoder:
         candidate, confidence = program.best.clone(), program.confidence.clone()
         for row, part in enumerate(parts):
             request = part.request
-            if request.params.temperature > 0:
+            # A lead token is the likeliest at any temperature, as in the published code of Fast-dLLM v2.
+            if request.params.temperature > 0 and not part.lead:
                 assert request.generator is not None
                 candidate[row], confidence[row] = draw(program.logits[row], request.params, request.generator)
         program.commit(candidate, confidence)
@@ -344,4 +348,4 @@ def _count(parts: list[Part]) -> None:
         request.counters.forwards += 1
         if part.step >= 0:
             request.unread += 1
-            request.step += 1
+            request.step += not part.lead

@@ -15,6 +15,7 @@ from herald.config import EngineConfig, OffloadConfig
 from herald.decode import StopChecker, policy_of, request_generator
 from herald.engine.blocks import to_device
 from herald.engine.decoder import MAX_UNDER_WAY, Decoder
+from herald.engine.limits import check_page, check_prompt
 from herald.engine.lookahead import LateLookahead
 from herald.engine.memory import EngineMemory, HostStore
 from herald.engine.planner import retrieval_error
@@ -31,7 +32,6 @@ from herald.errors import (
     HostPoolTooSmall,
     InvalidOption,
     NonFiniteLogits,
-    PromptTooLong,
     RequestAborted,
     ResidentSetTooSmall,
 )
@@ -106,7 +106,9 @@ class Engine:
             PromptTooLong, InvalidOption, HostPoolTooSmall: it could never run.
         """
         block = params.block_length or self.model.config.block_length
-        self._check(prompt_ids, params, block)
+        check_prompt(prompt_ids, params, block, self.model.config, self.max_model_len)
+        if self.offload.enabled:
+            check_page(block, self.memory.layout.page_size)
         policy = policy_of(self.model.config.family)
         policy.check(params)
         eos = () if params.ignore_eos else self.model.config.eos_token_ids
@@ -114,7 +116,11 @@ class Engine:
         if request_id in self._requests:
             raise InvalidOption(f"request_id={request_id!r} is in use", "choose another")
         checker = StopChecker(params, eos, self.tokenizer.decode if self.tokenizer.available else None)
-        request = Request(request_id, list(prompt_ids), params, block, eos, checker, policy, prompt)
+        leads = self.model.config.shifted
+        windows = policy.windows(block, params, leads)
+        request = Request(
+            request_id, list(prompt_ids), params, block, eos, checker, policy, prompt, windows, leads
+        )
         if request.is_certain:
             self.offload.check_steps(len(request.quotas))
         self.memory.require_pages(self.memory.pages_for(request.last_prefix), len(prompt_ids))
@@ -174,33 +180,6 @@ class Engine:
             self.retriever.close()
             self.retriever = None
         self.memory.close()
-
-    def _check(self, prompt_ids: list[int], params: SamplingParams, block: int) -> None:
-        if not prompt_ids:
-            raise InvalidOption("the prompt has no tokens", "pass at least one token")
-        vocab = self.model.config.vocab_size
-        bad = next((t for t in prompt_ids if not 0 <= t < vocab), None)
-        if bad is not None:
-            raise InvalidOption(f"token id {bad} is not in the vocabulary", f"use ids from 0 to {vocab - 1}")
-        page = self.memory.layout.page_size
-        if self.offload.enabled and page % block:
-            raise InvalidOption(
-                f"block_length={block} does not divide the page size {page}",
-                f"use page_size={-(-page // block) * block} or another block length",
-            )
-        needed = -(-(len(prompt_ids) + params.max_tokens) // block) * block
-        if needed > self.max_model_len:
-            room = self.max_model_len // block * block - params.max_tokens
-            remedy = f"use at most {room:,} prompt tokens, or a smaller max_tokens"
-            if room < 1:
-                remedy = (
-                    f"use max_tokens below {self.max_model_len // block * block:,}, or a longer max_model_len"
-                )
-            raise PromptTooLong(
-                f"prompt of {len(prompt_ids):,} tokens + max_tokens={params.max_tokens:,} exceed "
-                f"the limit of {self.max_model_len:,} positions",
-                remedy,
-            )
 
     def end_aborted(self) -> list[Request]:
         """End the requests that were aborted since the last step; `step` does this first."""
@@ -296,8 +275,8 @@ class Engine:
         device, block = self.model.device, request.block_length
         tokens, masked = first_block(request.prompt_ids, block, self.model.config.mask_token_id)
         table = self.decoder.table(block)
-        request.slot = table.take(tokens, masked, request.params)
-        request.block = request.prompt_blocks
+        request.slot = table.take(tokens, masked, request.params, request.windows)
+        request.block = request.selected_block = request.prompt_blocks
         request.left = int(masked.sum())
         seed = request.params.seed
         if seed is None:

@@ -27,6 +27,7 @@ class Part:
         block, step: what is denoised; step -1 for a forward that only selects.
         lanes: how many it has.
         final: the block before is final in this step.
+        lead: the block before predicts the block's first token in this step, and nothing else is committed.
         free_rows: int64, flat arena rows where the rows of that block go, None for those that follow the set.
         captures: the block whose selection gets the queries of a lane, -1 for none.
         own_rows_due: see `Selection`.
@@ -38,6 +39,7 @@ class Part:
     step: int
     lanes: int = 0
     final: bool = False
+    lead: bool = False
     free_rows: np.ndarray | None = None
     captures: int = -1
     own_rows_due: bool = True
@@ -157,9 +159,11 @@ class StepPlanner:
         if opening:
             parent = plan.add_lane(table.closed_row(slot), prefix - request.block_length, start, length)
             plan.final_lane.append(parent)
+        if opening and request.leads:
+            return self._plan_lead(part, plan, parent)
         own = plan.add_lane(table.tokens_row(slot), prefix, start, length, parent)
         plan.add_block(own, slot, opening, request.step_quota)
-        if self._selects_late(request, opening) or self._refreshes(request):
+        if self._selects_late(request) or self._refreshes(request):
             plan.capture_lane.append(own)
             part.captures, part.own_rows_due = request.block, False
         elif may_look and not opening and self.looks_ahead(request):
@@ -171,6 +175,15 @@ class StepPlanner:
             part.captures = request.block + 1
         part.lanes = plan.num_lanes - first
         request.plain_until = self._plain_until(request, part.captures >= 0)
+        count_down(request)
+        return part
+
+    def _plan_lead(self, part: Part, plan: StepPlan, final_lane: int) -> Part:
+        """Have the final lane of the block before commit the block's first token."""
+        request = part.request
+        plan.add_block(final_lane, request.slot, True, 1)
+        part.lanes, part.lead = 1, True
+        request.plain_until = self._plain_until(request, False)
         count_down(request)
         return part
 
@@ -312,9 +325,9 @@ class StepPlanner:
         more = request.block < request.last_block
         return due and more and request.resident.needs_selection(request.prefix + request.block_length)
 
-    def _selects_late(self, request: Request, opening: bool) -> bool:
-        """Whether this step's own queries select for the block itself (``on_late="proceed"``)."""
-        if self.retriever is None or not opening or request.selection is not None:
+    def _selects_late(self, request: Request) -> bool:
+        """Whether the block's own queries select for it, in its first step (``on_late="proceed"``)."""
+        if self.retriever is None or request.step > 0 or request.selection is not None:
             return False
         assert request.resident is not None
         return request.selected_block != request.block and request.resident.needs_selection(request.prefix)
@@ -333,7 +346,7 @@ class StepPlanner:
 def count_down(request: Request) -> None:
     """Take what the step that is planned will commit from the masks left, where that is known."""
     if request.is_certain:
-        request.left -= min(request.step_quota, request.left)
+        request.left -= request.commits(request.left, request.step)
 
 
 def retrieval_error(request: Request, error: Exception) -> HeraldError:

@@ -68,7 +68,8 @@ class PrefillTask:
         resident: the request's set, filled layer by layer.
         prefix_tokens: int64 [n] on the device, whole blocks of the prompt.
         block_tokens: int64 [B], the first block to decode: prompt tail, then mask ids.
-        masked: bool [B], positions of it to decode; only their queries choose rows.
+        masked: bool [B], positions of it to decode; only their queries choose rows, and those that predict
+            them.
         chunk: positions of a unit, rounded down to whole blocks, with offload to whole pages; at least one.
         row_store: takes the rows to the host. None without offload.
         scores: of the rows of a layer, by which the first set is chosen.
@@ -105,6 +106,7 @@ class PrefillTask:
             model.embed, prefix_tokens, model.config.hidden_size, model.dtype, self.starts
         )
         self._lane_hidden = model.embed(block_tokens)
+        self._last_hidden: torch.Tensor | None = None  # of the prefix's last position, behind all layers
         self._phases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         shape = (model.config.num_kv_heads, self.prefix, 2 * model.config.head_dim)
         self._rows = None if row_store is None else torch.empty(shape, dtype=model.dtype, device=device)
@@ -135,6 +137,8 @@ class PrefillTask:
             q = self.runner.project(self.layer, hidden, cos, sin, rows[:, start:end].unsqueeze(0))
             out = prefill_attention(q, rows[:, :end], start, self.block_length, self.model.softmax_scale)
             hidden.copy_(self.model.finish_layer(self.layer, hidden, out.reshape(end - start, -1)))
+            if end == self.prefix and self.layer + 1 == self.model.config.num_layers:
+                self._last_hidden = hidden[-1:].clone()
             self._hidden.give_back(self.chunk)
             if self.row_store is not None:
                 if len(self._stored) == MAX_COPIES:
@@ -174,7 +178,15 @@ class PrefillTask:
             self._hidden.close()
             if self.row_store is None:
                 self.resident.mark_dense(self.prefix)
-            self.logits = self.model.logits(self._lane_hidden)
+            self.logits = self.model.logits(self._predicting())
+
+    def _predicting(self) -> torch.Tensor:
+        """Hidden states [B, hidden_size] that predict each position of the block."""
+        if not self.model.config.shifted:
+            return self._lane_hidden
+        # A prompt shorter than a block has no row before the block, and its first token is the prompt's.
+        before = self._lane_hidden[-1:] if self._last_hidden is None else self._last_hidden
+        return torch.cat([before, self._lane_hidden[:-1]])
 
     def _rope(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of positions ``[start, end)``; those of a few chunks are kept from layer to layer."""
@@ -184,6 +196,14 @@ class PrefillTask:
             if len(self._phases) <= MAX_KEPT_PHASES:
                 self._phases[start] = phases
         return phases
+
+    def _asking(self) -> torch.Tensor:
+        """bool [B], positions whose queries choose rows: the masked ones, and those that predict them."""
+        if not self.model.config.shifted:
+            return self.masked
+        predicting = torch.zeros_like(self.masked)
+        predicting[:-1] = self.masked[1:]
+        return self.masked | predicting
 
     def _choose(self, q: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Exact first selection of a layer: int64 [kv_heads, T(n)], ascending.
@@ -198,7 +218,7 @@ class PrefillTask:
             return everything.expand(rows.shape[0], -1)
         first, last, _ = resident.candidates(self.prefix)
         scale = self.model.softmax_scale
-        asking = lse.masked_fill(~self.masked.unsqueeze(1), NO_VOTE)
+        asking = lse.masked_fill(~self._asking().unsqueeze(1), NO_VOTE)
         scores = self.scores(q, asking, rows, scale, (first, last))
         scores[:, :first] = float("inf")
         scores[:, last:] = float("inf")

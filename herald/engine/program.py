@@ -132,10 +132,13 @@ class StepProgram:
             rows = self.final_rows.view(-1, self.final_rows.shape[-1])
             copy_rows(runner.arena.flat_rows, given.free_rows, rows, None)
         if shape.logits:
-            self._decide(hidden.view(shape.lanes, block, -1).index_select(0, given.logit_lane), given)
+            chosen = hidden.view(shape.lanes, block, -1).index_select(0, given.logit_lane)
+            # Of a lane of the block itself the last row comes first, which nobody reads: its first token is
+            # known. Of the final lane before it that row is the one that predicts it.
+            self._decide(chosen.roll(1, 1) if config.shifted else chosen, given)
 
     def _decide(self, hidden: torch.Tensor, given: StepInputs) -> None:
-        """Head and commit of R lanes. ``hidden`` [R, B, hidden_size]."""
+        """Head and commit of R lanes. ``hidden`` [R, B, hidden_size]: what predicts each position."""
         model, lanes = self.runner.model, self.shape.logits
         best, confidence, kept = [], [], []
         step = lanes if self.shape.draws else HEAD_LANES
@@ -200,4 +203,5 @@ class StepProgram:
             confidence,
             given.quota,
             table.threshold,
+            table.window,
         )

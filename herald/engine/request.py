@@ -60,6 +60,9 @@ class Request:
 
     Attributes:
         checker: takes the tokens of finished blocks and says when the output is complete.
+        windows: lengths of the parts of a block that are decoded one after the other.
+        leads: the final lane of a block also predicts the first token of the next: a block begins with a step
+            that commits this token alone, its lead step, before its own lanes run.
         slot: of the block table; -1 before it has one.
         block, step: the block being denoised and the steps of it that were launched.
         left: its masked positions after those steps. Exact without a threshold; with one, as of the last
@@ -86,6 +89,8 @@ class Request:
     checker: StopChecker
     policy: DecodePolicy
     prompt: str | None = None
+    windows: tuple[int, ...] = ()
+    leads: bool = False
     arrived: float = field(default_factory=time.perf_counter)
 
     phase: Phase = Phase.WAITING
@@ -162,11 +167,23 @@ class Request:
         if not self.is_certain:
             left = self.pace.steps_left(self.left)
             return None if left is None else left - 1
-        left, count = self.left - self.step_quota, 0
+        left, count = self.left - self.commits(self.left, self.step), 0
         while left > 0:
             count += 1
-            left -= self.quotas[min(self.step + count, len(self.quotas) - 1)]
+            left -= self.commits(left, self.step + count)
         return count
+
+    def commits(self, left: int, step: int) -> int:
+        """Positions that a step commits in a block with ``left`` masks, where no threshold adds to them."""
+        quota = self.quotas[min(step, len(self.quotas) - 1)]
+        if len(self.windows) < 2:
+            return min(quota, left)
+        return min(quota, left - next(behind for behind in self._behind if behind < left)) if left else 0
+
+    @cached_property
+    def _behind(self) -> list[int]:
+        """For each window, the positions of those behind it."""
+        return [sum(self.windows[index + 1 :]) for index in range(len(self.windows))]
 
     @property
     def is_plain(self) -> bool:

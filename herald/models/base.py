@@ -79,7 +79,8 @@ class BlockModel(ABC):
 
         The truth that faster paths are held to; memory grows with the square of the length.
 
-        ``input_ids`` [n] int64 -> [n, vocab_size] float32; row i predicts position i.
+        ``input_ids`` [n] int64 -> [n, vocab_size] float32; row i predicts position i, or position i + 1 of a
+        family that is shifted.
         """
         from herald.models.dense import dense_logits
 

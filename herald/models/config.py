@@ -37,6 +37,7 @@ class ModelConfig:
         dtype: of the checkpoint's weights.
         partial_rotary_factor: share of each head that is rotated, from its first dimension on.
         moe: experts in the place of MLPs, None for a dense model.
+        shifted: see `herald.models.registry.Family`.
     """
 
     family: str
@@ -62,6 +63,7 @@ class ModelConfig:
     dtype: torch.dtype
     partial_rotary_factor: float = 1.0
     moe: MoeConfig | None = None
+    shifted: bool = False
 
     def __post_init__(self) -> None:
         for field in (
@@ -200,6 +202,7 @@ def read_config(path: str | Path, block_length: int = 0, mask_token_id: int | No
         dtype=_dtype(raw),
         partial_rotary_factor=number(raw, "partial_rotary_factor", 1.0),
         moe=None if family.router is None else read_moe(raw, family.router),
+        shifted=family.shifted,
     )
 
 

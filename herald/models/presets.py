@@ -80,10 +80,42 @@ LLADA2_MINI = ModelConfig(
     ),
 )
 
+
+def _fast_dllm_v2(
+    hidden_size: int, intermediate_size: int, num_heads: int, num_kv_heads: int, vocab_size: int, tied: bool
+) -> ModelConfig:
+    return ModelConfig(
+        family="fast_dllm_v2",
+        num_layers=28,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        vocab_size=vocab_size,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_scaling=None,
+        max_position_embeddings=32768,
+        tie_word_embeddings=tied,
+        qk_norm=False,
+        attention_bias=False,
+        block_length=32,
+        mask_token_id=151665,
+        eos_token_ids=(151645,),
+        bos_token_id=151643,
+        pad_token_id=151643,
+        dtype=torch.bfloat16,
+        shifted=True,
+    )
+
+
 PRESETS: dict[str, ModelConfig] = {
     "sdar-1.7b": _sdar(28, 2048, 6144, 16),
     "sdar-4b": _sdar(36, 2560, 9728, 32),
     "sdar-8b": _sdar(36, 4096, 12288, 32),
     "sdar-30b-a3b": SDAR_30B_A3B,
     "llada2-mini": LLADA2_MINI,
+    "fast-dllm-v2-1.5b": _fast_dllm_v2(1536, 8960, 12, 2, 151936, tied=True),
+    "fast-dllm-v2-7b": _fast_dllm_v2(3584, 18944, 28, 4, 152064, tied=False),
 }

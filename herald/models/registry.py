@@ -33,6 +33,8 @@ class Family:
         eos_token_ids: end tokens of released checkpoints that name none.
         router: score of its experts' router, None for a dense family.
         policy: how its authors decode, a name in `herald.decode.policy`.
+        shifted: row i - 1 of the logits predicts position i, as in the autoregressive model it was made from;
+            a block's first token comes from the last row before it.
         fixed: keys of ``config.json`` that must have this value where they have one; no other is built.
     """
 
@@ -46,6 +48,7 @@ class Family:
     eos_token_ids: tuple[int, ...] = ()
     router: Score | None = None
     policy: str = "quota"
+    shifted: bool = False
     fixed: tuple[tuple[str, Any], ...] = ()
 
     def model_class(self) -> type[BlockModel]:
@@ -95,6 +98,18 @@ FAMILIES: tuple[Family, ...] = (
             ("score_function", "sigmoid"),
             ("moe_router_enable_expert_bias", True),
         ),
+    ),
+    Family(
+        name="fast_dllm_v2",
+        architectures=("Fast_dLLM_QwenForCausalLM",),
+        model="herald.models.fast_dllm_v2:FastDllmV2Model",
+        block_length_keys=("bd_size", "block_size", "block_length"),
+        block_length=32,
+        mask_token_id=151665,
+        qk_norm=False,
+        eos_token_ids=(151645,),
+        policy="fast_dllm_v2",
+        shifted=True,
     ),
 )
 

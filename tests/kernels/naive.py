@@ -90,15 +90,22 @@ def norm_rope(
 
 
 def commit_lane(
-    masked: list[bool], confidence: list[float], quota: int, threshold: float
+    masked: list[bool],
+    confidence: list[float],
+    quota: int,
+    threshold: float,
+    window: list[int] | None = None,
 ) -> tuple[list[int], int]:
     """Positions that one lane commits, and its status."""
     open_positions = [i for i, is_masked in enumerate(masked) if is_masked]
     if any(math.isnan(confidence[i]) for i in open_positions):
         return [], -1
-    wanted = min(quota, len(open_positions))
-    over = [i for i in open_positions if confidence[i] > threshold]
-    best_first = sorted(open_positions, key=lambda i: (-confidence[i], i))
+    asked = open_positions
+    if window is not None and open_positions:
+        asked = [i for i in open_positions if window[i] == window[open_positions[0]]]
+    wanted = min(quota, len(asked))
+    over = [i for i in asked if confidence[i] > threshold]
+    best_first = sorted(asked, key=lambda i: (-confidence[i], i))
     chosen = over if len(over) >= wanted else best_first[:wanted]
     return sorted(chosen), len(open_positions) - len(chosen)
 

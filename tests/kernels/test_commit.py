@@ -30,6 +30,7 @@ class Step:
         self.quota = draw.integers(0, block_length + 2, num_rows)
         thresholds = torch.tensor([float("inf"), 0.9, 0.5, 0.0], device=target.device)
         self.threshold = thresholds[draw.integers(0, 4, NUM_SLOTS)]
+        self.window: torch.Tensor | None = None
 
     def run(self, rows: list[int] | None = None) -> torch.Tensor:
         """The step over all rows or some."""
@@ -44,12 +45,18 @@ class Step:
             self.confidence[chosen],
             self.quota[chosen],
             self.threshold,
+            self.window,
         )
 
 
+@pytest.mark.parametrize("windows", [False, True], ids=["one_window", "windows"])
 @pytest.mark.parametrize("block_length", [1, 4, 5, 8, 16, 32, 64])
-def test_commits_what_the_definition_says(target: Target, block_length: int) -> None:
+def test_commits_what_the_definition_says(target: Target, block_length: int, windows: bool) -> None:
     step = Step(target, block_length, 24, block_length)
+    if windows:
+        # of every size, numbered with gaps, in columns of a wider table
+        steps = Draw(target, 77).integers(0, 3, NUM_SLOTS, block_length + 3)
+        step.window = steps.cumsum(1)[:, 3:]
     step.masked[step.slots[0]] = False
     step.confidence[3, ::2] = float("nan")
     tokens, masked, draft = step.tokens.clone(), step.masked.clone(), step.draft.clone()
@@ -61,6 +68,7 @@ def test_commits_what_the_definition_says(target: Target, block_length: int) -> 
             step.confidence[row].tolist(),
             int(step.quota[row]),
             float(step.threshold[slot]),
+            None if step.window is None else step.window[slot].tolist(),
         )
         tokens[slot, chosen] = step.candidate[row, chosen]
         masked[slot, chosen] = False
@@ -113,6 +121,18 @@ def test_quotas_finish_a_block_in_as_many_steps(target: Target) -> None:
     assert torch.equal(step.draft[step.slots], step.candidate)
 
 
+def test_windows_are_finished_in_order(target: Target) -> None:
+    step = Step(target, 13, 5, 32)
+    step.masked[step.slots] = True
+    step.quota.fill_(3)
+    step.threshold.fill_(float("inf"))
+    sizes = torch.tensor([1, 7, 8, 16], device=target.device)
+    step.window = torch.arange(4, device=target.device).repeat_interleave(sizes).expand(NUM_SLOTS, -1)
+    left = [step.run()[:, 0].tolist() for _ in range(13)]
+    expected = [31, 28, 25, 24, 21, 18, 16, 13, 10, 7, 4, 1, 0]
+    assert left == [[n] * 5 for n in expected]
+
+
 def test_rows_do_not_see_each_other(target: Target) -> None:
     together, alone = Step(target, 10, 8, 16), Step(target, 10, 8, 16)
     report = together.run()
@@ -137,6 +157,10 @@ def test_shapes_that_disagree_are_refused() -> None:
         step.run()
     step.candidate = step.candidate[:, :7]
     with pytest.raises(ValueError, match=r"candidate \(4, 7\)"):
+        step.run()
+    step.window = step.tokens[:, :7]
+    step.quota, step.candidate = torch.ones(4, dtype=torch.int64), step.best
+    with pytest.raises(ValueError, match=r"window \(30, 7\)"):
         step.run()
     step.draft = step.draft[:3]
     with pytest.raises(ValueError, match=r"draft \(3, 8\)"):

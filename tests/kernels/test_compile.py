@@ -203,11 +203,13 @@ def test_silu_mul(compiled: list[Any]) -> None:
     check(compiled, BF16, products=False)
 
 
-def test_commit(compiled: list[Any]) -> None:
+@pytest.mark.parametrize("windows", [False, True])
+def test_commit(compiled: list[Any], windows: bool) -> None:
     tokens, confidence = torch.zeros(2, 32, dtype=torch.int64), torch.zeros(2, 32)
     slots = torch.zeros(2, dtype=torch.int64)
     kernel_of("commit")(
-        tokens, tokens > 0, tokens, slots, tokens, tokens, confidence, slots, confidence[:, 0]
+        *(tokens, tokens > 0, tokens, slots, tokens, tokens, confidence, slots, confidence[:, 0]),
+        tokens if windows else None,
     )
     check(compiled, FP32, products=False)
 

@@ -16,6 +16,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 SDAR_FOLDERS = ("sdar_b4", "sdar_b8")
 LLADA2_FOLDERS = ("llada2_moe", "llada21_moe", "llada21_moe_mask_top")
 MOE_FOLDERS = ("sdar_moe", *LLADA2_FOLDERS)
+FAST_FOLDERS = ("fast_dllm_v2", "fast_dllm_v2_bd8_tied")
 LOGITS_TOLERANCE = 2e-4
 
 

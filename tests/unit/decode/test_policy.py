@@ -45,6 +45,35 @@ def test_edited_blocks_commit_one_position_at_least() -> None:
     assert policy_of("llada2_moe").quotas(8, params) == [1] * 8
 
 
+@pytest.mark.parametrize(
+    ("block_length", "sub_block", "whole", "led"),
+    [
+        (32, 0, (8, 8, 8, 8), (1, 7, 8, 8, 8)),
+        (8, 0, (8,), (1, 7)),
+        (4, 0, (4,), (1, 3)),
+        (8, 4, (4, 4), (1, 3, 4)),
+        (4, 1, (1, 1, 1, 1), (1, 1, 1, 1)),
+        (1, 0, (1,), (1,)),
+    ],
+)
+def test_sub_blocks_of_fast_dllm(
+    block_length: int, sub_block: int, whole: tuple[int, ...], led: tuple[int, ...]
+) -> None:
+    policy, params = policy_of("fast_dllm_v2"), SamplingParams(sub_block_length=sub_block)
+    assert policy.windows(block_length, params) == whole
+    assert policy.windows(block_length, params, leads=True) == led
+    assert policy.quotas(block_length, params) == [1] * block_length
+
+
+def test_only_fast_dllm_has_sub_blocks() -> None:
+    params = SamplingParams(sub_block_length=4)
+    policy_of("fast_dllm_v2").check(params)
+    for family in ("sdar", "llada2_moe"):
+        assert policy_of(family).windows(8, SamplingParams()) == (8,)
+        with pytest.raises(InvalidOption, match=r"sub_block_length=4.*use 0"):
+            policy_of(family).check(params)
+
+
 def test_only_llada2_edits() -> None:
     params = SamplingParams(editing_threshold=0.0)
     policy_of("llada2_moe").check(params)

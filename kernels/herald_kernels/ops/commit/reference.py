@@ -15,19 +15,25 @@ def commit(
     confidence: torch.Tensor,
     quota: torch.Tensor,
     threshold: torch.Tensor,
+    window: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `herald_kernels.commit`."""
     still_open = masked[slots]
-    left = still_open.sum(1)
     bad = (still_open & confidence.isnan()).any(1)
+    asked = still_open
+    if window is not None:
+        own = window[slots]
+        turn = own.masked_fill(~still_open, torch.iinfo(own.dtype).max).amin(1, keepdim=True)
+        asked = still_open & (own == turn)
+    left = asked.sum(1)
     wanted = torch.minimum(quota.to(left.dtype), left)
     position = torch.arange(tokens.shape[1], device=tokens.device)
     mine, other = confidence[:, :, None], confidence[:, None, :]
     ahead = (other > mine) | ((other == mine) & (position[None, :] < position[:, None]))
-    rank = (ahead & still_open[:, None, :]).sum(2)
-    over = still_open & (confidence > threshold[slots][:, None])
+    rank = (ahead & asked[:, None, :]).sum(2)
+    over = asked & (confidence > threshold[slots][:, None])
     enough = over.sum(1) >= wanted
-    chosen = torch.where(enough[:, None], over, still_open & (rank < wanted[:, None])) & ~bad[:, None]
+    chosen = torch.where(enough[:, None], over, asked & (rank < wanted[:, None])) & ~bad[:, None]
     after = torch.where(chosen, candidate, tokens[slots])
     still_open = still_open & ~chosen
     # Rows that name one slot write the same to it.

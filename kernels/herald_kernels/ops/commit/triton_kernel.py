@@ -19,6 +19,7 @@ def _commit_kernel(
     confidence,
     quota,
     threshold,
+    window,
     report,
     tokens_stride,
     masked_stride,
@@ -26,6 +27,8 @@ def _commit_kernel(
     best_stride,
     candidate_stride,
     confidence_stride,
+    window_stride,
+    WINDOWS: tl.constexpr,
     B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -39,16 +42,22 @@ def _commit_kernel(
 
     mine, other = conf[:, None], conf[None, :]
     ahead = (other > mine) | ((other == mine) & (i[None, :] < i[:, None]))
-    rank = tl.sum((ahead & still_open[None, :]).to(tl.int32), 1)
+    asked = still_open
+    if WINDOWS:
+        own = tl.load(window + slot * window_stride + i, mask=inside, other=0)
+        # Windows stand in order, so the first masked position is in the least of them.
+        last = tl.max(own, 0)
+        asked = still_open & (own == tl.min(tl.where(still_open, own, last), 0))
+    rank = tl.sum((ahead & asked[None, :]).to(tl.int32), 1)
     left = tl.sum(still_open.to(tl.int32), 0)
-    wanted = tl.minimum(tl.load(quota + row), left)
-    over = still_open & (conf > tl.load(threshold + slot))
+    wanted = tl.minimum(tl.load(quota + row), tl.sum(asked.to(tl.int32), 0))
+    over = asked & (conf > tl.load(threshold + slot))
     num_over = tl.sum(over.to(tl.int32), 0)
     num_bad = tl.sum((still_open & (conf != conf)).to(tl.int32), 0)
 
     # A row with a NaN commits nothing: its reach is empty.
     reach = tl.where(num_bad > 0, 0, B)
-    chosen = tl.where(num_over >= wanted, over, still_open & (rank < wanted)) & (i < reach)
+    chosen = tl.where(num_over >= wanted, over, asked & (rank < wanted)) & (i < reach)
     drawn = tl.load(candidate + row * candidate_stride + i, mask=chosen, other=0)
     after = tl.where(chosen, drawn, before)
     open_after = still_open & (chosen == 0)
@@ -74,6 +83,7 @@ def commit(
     confidence: torch.Tensor,
     quota: torch.Tensor,
     threshold: torch.Tensor,
+    window: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `herald_kernels.commit`."""
     num_rows, block_length = confidence.shape
@@ -90,6 +100,7 @@ def commit(
             confidence,
             quota.contiguous(),
             threshold.contiguous(),
+            tokens if window is None else window,
             report,
             tokens.stride(0),
             flags.stride(0),
@@ -97,6 +108,8 @@ def commit(
             best.stride(0),
             candidate.stride(0),
             confidence.stride(0),
+            0 if window is None else window.stride(0),
+            WINDOWS=window is not None,
             B=block_length,
             BLOCK=triton.next_power_of_2(block_length),
             num_warps=1 if block_length <= 16 else 4,

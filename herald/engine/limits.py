@@ -1,0 +1,55 @@
+"""What a request may ask for: known tokens, positions of the model, blocks that fit into pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from herald.errors import InvalidOption, PromptTooLong
+from herald.models import ModelConfig
+from herald.sampling_params import SamplingParams
+
+
+def check_prompt(
+    prompt_ids: Sequence[int], params: SamplingParams, block: int, config: ModelConfig, limit: int
+) -> None:
+    """Refuse a prompt that could never run.
+
+    Args:
+        block: block length of the request.
+        limit: positions a request may use.
+
+    Raises:
+        InvalidOption: no tokens, or one that is not in the vocabulary.
+        PromptTooLong: prompt and ``max_tokens`` need more positions than ``limit``.
+    """
+    if not prompt_ids:
+        raise InvalidOption("the prompt has no tokens", "pass at least one token")
+    vocab = config.vocab_size
+    bad = next((t for t in prompt_ids if not 0 <= t < vocab), None)
+    if bad is not None:
+        raise InvalidOption(f"token id {bad} is not in the vocabulary", f"use ids from 0 to {vocab - 1}")
+    needed = -(-(len(prompt_ids) + params.max_tokens) // block) * block
+    if needed <= limit:
+        return
+    room = limit // block * block - params.max_tokens
+    remedy = f"use at most {room:,} prompt tokens, or a smaller max_tokens"
+    if room < 1:
+        remedy = f"use max_tokens below {limit // block * block:,}, or a longer max_model_len"
+    raise PromptTooLong(
+        f"prompt of {len(prompt_ids):,} tokens + max_tokens={params.max_tokens:,} exceed "
+        f"the limit of {limit:,} positions",
+        remedy,
+    )
+
+
+def check_page(block: int, page_size: int) -> None:
+    """Refuse blocks that would cross pages of the host pool.
+
+    Raises:
+        InvalidOption: names a page size that works.
+    """
+    if page_size % block:
+        raise InvalidOption(
+            f"block_length={block} does not divide the page size {page_size}",
+            f"use page_size={-(-page_size // block) * block} or another block length",
+        )
