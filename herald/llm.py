@@ -41,6 +41,8 @@ class LLM:
         offload: where the KV cache lives.
         engine: limits of the engine.
         block_length, mask_token_id: for checkpoints that do not say (0 and None: as the checkpoint says).
+        rope_scaling: ``"yarn:4"`` or ``"linear:2"``, to use more positions than the model was made for; empty
+            for the checkpoint's.
         seed: of requests that bring none; None for a random one.
 
     Raises:
@@ -60,6 +62,7 @@ class LLM:
         block_length: int = 0,
         mask_token_id: int | None = None,
         seed: int | None = None,
+        rope_scaling: str = "",
     ) -> None:
         target = pick_device(device)
         kind = pick_dtype(dtype, target)
@@ -70,9 +73,7 @@ class LLM:
         )
         _check_environment(self.offload, target)
         self.path = resolve_model(str(model))
-        self.model = load_model(
-            self.path, target, kind, block_length=block_length, mask_token_id=mask_token_id
-        )
+        self.model = load_model(self.path, target, kind, block_length, mask_token_id, rope_scaling)
         self.tokenizer = Tokenizer(self.path)
         self.engine = Engine(self.model, self.tokenizer, self.offload, self.engine_config, seed)
         self._ids = itertools.count()

@@ -146,6 +146,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="positions denoised together (default: checkpoint's)",
     )
     group.add_argument("--mask-token-id", type=whole, metavar="ID", help="mask token (default: checkpoint's)")
+    group.add_argument(
+        "--rope-scaling",
+        default="",
+        metavar="KIND:FACTOR",
+        help="yarn:4 or linear:2, for more positions than the model was made for (default: checkpoint's)",
+    )
     add = _adder(group)
     add(
         "--max-model-len",
@@ -356,4 +362,5 @@ def open_model(args: argparse.Namespace, offload: OffloadConfig, engine: EngineC
         engine=engine,
         block_length=args.block_length,
         mask_token_id=args.mask_token_id,
+        rope_scaling=args.rope_scaling,
     )

@@ -32,14 +32,27 @@ def check_prompt(
     if needed <= limit:
         return
     room = limit // block * block - params.max_tokens
-    remedy = f"use at most {room:,} prompt tokens, or a smaller max_tokens"
+    remedy = f"use at most {room:,} prompt tokens, a smaller max_tokens"
     if room < 1:
-        remedy = f"use max_tokens below {limit // block * block:,}, or a longer max_model_len"
+        remedy = f"use max_tokens below {limit // block * block:,}"
     raise PromptTooLong(
         f"prompt of {len(prompt_ids):,} tokens + max_tokens={params.max_tokens:,} exceed "
         f"the limit of {limit:,} positions",
-        remedy,
+        f"{remedy}, or {_allowing(needed, limit, config)}",
     )
+
+
+def _allowing(needed: int, limit: int, config: ModelConfig) -> str:
+    """The options with which as many positions as ``needed`` could be used."""
+    options = []
+    if limit < config.max_positions:
+        options.append(f"max_model_len={needed}")
+    if config.max_positions < needed:
+        scaling = config.rope_scaling
+        made_for = config.max_position_embeddings if scaling is None else scaling.original_max_positions
+        factor = -(-needed // made_for)
+        options.append(f"rope_scaling='yarn:{factor}' (the model was made for {made_for:,} positions)")
+    return " and ".join(options)
 
 
 def check_page(block: int, page_size: int) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from herald.config import check, is_whole
 from herald.errors import InvalidOption, ModelNotFound, WeightsError
-from herald.models.fields import integer, names, number, token_ids
+from herald.models.fields import integer, names, number, table, token_ids
+from herald.models.fp8 import Fp8Layout, read_fp8
 from herald.models.moe_config import MoeConfig, read_moe
 from herald.models.registry import Family, find_family
 from herald.models.rope import RopeScaling, read_rope
@@ -38,6 +39,7 @@ class ModelConfig:
         partial_rotary_factor: share of each head that is rotated, from its first dimension on.
         moe: experts in the place of MLPs, None for a dense model.
         shifted: see `herald.models.registry.Family`.
+        fp8: how e4m3 weights are stored, None where there are none.
     """
 
     family: str
@@ -64,6 +66,7 @@ class ModelConfig:
     partial_rotary_factor: float = 1.0
     moe: MoeConfig | None = None
     shifted: bool = False
+    fp8: Fp8Layout | None = None
 
     def __post_init__(self) -> None:
         for field in (
@@ -111,8 +114,6 @@ class ModelConfig:
         scaling = self.rope_scaling
         if scaling is None:
             return self.max_position_embeddings
-        if scaling.kind == "linear":
-            return int(self.max_position_embeddings * scaling.factor)
         return max(self.max_position_embeddings, int(scaling.original_max_positions * scaling.factor))
 
 
@@ -136,7 +137,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_config(path: str | Path, block_length: int = 0, mask_token_id: int | None = None) -> ModelConfig:
+def read_config(
+    path: str | Path, block_length: int = 0, mask_token_id: int | None = None, rope_scaling: str = ""
+) -> ModelConfig:
     """Read ``config.json`` and, where there is one, ``generation_config.json`` of a model folder.
 
     Released checkpoints may name neither block length nor mask token; then the family's stand in.
@@ -145,6 +148,8 @@ def read_config(path: str | Path, block_length: int = 0, mask_token_id: int | No
         path: model folder.
         block_length: overrides the checkpoint's, 0 to keep it.
         mask_token_id: overrides the checkpoint's, None to keep it.
+        rope_scaling: ``"yarn:4"`` or ``"linear:2"`` instead of the checkpoint's, for more positions than it
+            was made for; empty to keep it.
 
     Raises:
         ModelNotFound: there is no ``config.json``.
@@ -174,7 +179,7 @@ def read_config(path: str | Path, block_length: int = 0, mask_token_id: int | No
     num_heads = integer(raw, "num_attention_heads")
     hidden_size = integer(raw, "hidden_size")
     max_positions = integer(raw, "max_position_embeddings")
-    rope_theta, rope_scaling = read_rope(raw, max_positions)
+    rope_theta, scaling = read_rope(raw, max_positions, rope_scaling)
     return ModelConfig(
         family=family.name,
         num_layers=integer(raw, "num_hidden_layers"),
@@ -186,7 +191,7 @@ def read_config(path: str | Path, block_length: int = 0, mask_token_id: int | No
         vocab_size=integer(raw, "vocab_size"),
         rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        rope_scaling=scaling,
         max_position_embeddings=max_positions,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qk_norm=family.qk_norm,
@@ -200,9 +205,10 @@ def read_config(path: str | Path, block_length: int = 0, mask_token_id: int | No
         bos_token_id=_either("bos_token_id", generation, raw),
         pad_token_id=_either("pad_token_id", generation, raw),
         dtype=_dtype(raw),
-        partial_rotary_factor=number(raw, "partial_rotary_factor", 1.0),
+        partial_rotary_factor=number(raw | table(raw, "rope_parameters"), "partial_rotary_factor", 1.0),
         moe=None if family.router is None else read_moe(raw, family.router),
         shifted=family.shifted,
+        fp8=read_fp8(raw),
     )
 
 
@@ -237,7 +243,3 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     check(activation == "silu", "hidden_act", activation, "only 'silu' checkpoints are supported")
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     check(window is None, "sliding_window", window, "use a checkpoint with use_sliding_window=false")
-    quantised = raw.get("quantization_config")
-    check(
-        quantised is None, "quantization_config", quantised, "use the float32, float16 or bfloat16 checkpoint"
-    )

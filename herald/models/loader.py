@@ -19,22 +19,23 @@ def load_model(
     dtype: torch.dtype | None = None,
     block_length: int = 0,
     mask_token_id: int | None = None,
+    rope_scaling: str = "",
 ) -> BlockModel:
     """Read the checkpoint in folder ``path`` (see `herald.models.resolve.resolve_model`).
 
     Args:
         device: where the weights go.
         dtype: of the weights there, None for the checkpoint's.
-        block_length, mask_token_id: override the checkpoint's, see `read_config`.
+        block_length, mask_token_id, rope_scaling: override the checkpoint's, see `read_config`.
 
     Raises:
         ModelNotFound, UnknownArchitecture, InvalidOption: see `read_config`.
         WeightsError: files are missing or damaged, or do not fit the configuration.
     """
-    config = read_config(path, block_length, mask_token_id)
+    config = read_config(path, block_length, mask_token_id, rope_scaling)
     model_class = family_named(config.family).model_class()
     tensors = load_parameters(
-        Checkpoint(Path(path)),
+        Checkpoint(Path(path), config.fp8),
         model_class.parameters(config),
         torch.device(device),
         dtype or config.dtype,

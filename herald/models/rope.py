@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,11 +45,32 @@ class RopeScaling:
             check(getattr(self, field) > 0, f"rope_scaling.{field}", getattr(self, field), "use more than 0")
 
 
-def read_rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
+def extension(text: str) -> dict[str, Any]:
+    """The scaling that an option asks for: ``"yarn:4"`` or ``"linear:2.5"``, as a ``rope_scaling`` table.
+
+    Raises:
+        InvalidOption: it is neither.
+    """
+    kind, _, factor = text.partition(":")
+    number = math.nan
+    with contextlib.suppress(ValueError):
+        number = float(factor)
+    valid = kind in ("linear", "yarn") and 1 <= number < math.inf
+    check(valid, "rope_scaling", text, "use a kind and a factor of 1 or more, such as 'yarn:4'")
+    return {"rope_type": kind, "factor": number}
+
+
+def read_rope(
+    raw: Mapping[str, Any], max_positions: int, scaling: str = ""
+) -> tuple[float, RopeScaling | None]:
     """Base frequency and scaling from a ``config.json``.
 
     Both layouts are read: ``rope_theta`` and ``rope_scaling`` at the top (transformers 4), and one
     ``rope_parameters`` table (transformers 5).
+
+    Args:
+        max_positions: of the configuration.
+        scaling: replaces the checkpoint's, see `extension`; empty to keep that.
 
     Raises:
         InvalidOption: the scaling is of a kind that is not built.
@@ -56,6 +78,9 @@ def read_rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, RopeSc
     """
     table = {"rope_theta": raw.get("rope_theta")}
     table |= fields.table(raw, "rope_scaling") | fields.table(raw, "rope_parameters")
+    if scaling:
+        kept = {key: table[key] for key in ("rope_theta", "original_max_position_embeddings") if key in table}
+        table = kept | extension(scaling)
     theta = fields.number(table, "rope_theta")
     check(theta > 1, "rope_theta", theta, "restore the checkpoint's, such as 1000000.0")
     kind = table.get("rope_type", table.get("type", "default"))
@@ -69,7 +94,7 @@ def read_rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, RopeSc
     original = fields.integer(table, "original_max_position_embeddings", max_positions)
     check(original >= 1, "original_max_position_embeddings", original, "use 1 or more")
     factor = fields.number(table, "factor", max_positions / original)
-    scaling = RopeScaling(
+    described = RopeScaling(
         kind=kind,
         factor=factor,
         original_max_positions=original,
@@ -78,7 +103,7 @@ def read_rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, RopeSc
         beta_slow=fields.number(table, "beta_slow", 1.0),
         truncate=bool(table.get("truncate", True)),
     )
-    return theta, scaling
+    return theta, described
 
 
 def _mscale(factor: float, weight: float = 1.0) -> float:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from herald.errors import WeightsError
+from herald.models import fp8
 from herald.models.config import read_json
+from herald.models.fp8 import Fp8Layout
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F32", "F16", "BF16")
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, fp8.STORED: 1}
 # some exporters store the rotary buffer, which is computed here
 TOLERATED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 SHOWN_NAMES = 8
@@ -66,19 +72,26 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of a type that can be loaded."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
 
 class Checkpoint:
     """The safetensors files of a folder: headers are read and sizes checked, data is not touched.
 
     Args:
         folder: holds ``model.safetensors``, or shards and ``model.safetensors.index.json``.
+        layout: how e4m3 weights are stored; None where there are to be none.
 
     Raises:
         WeightsError: no weights, a shard is missing, a file is truncated or not safetensors.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, layout: Fp8Layout | None = None) -> None:
         self.folder = folder
+        self.layout = layout
         self.tensors: dict[str, StoredTensor] = {}
         for file in weight_files(folder):
             self.tensors.update(read_header(file))
@@ -91,8 +104,11 @@ class Checkpoint:
         """
         wanted = {source.name: source.shape for source in sources}
         known = wanted.keys() & self.tensors.keys()
+        quantised = {name: self.scale_of(name) for name in known if self.is_quantised(name)}
+        others = tolerated | {name for name in quantised.values() if name is not None}
+        others |= {fp8.input_scale_name(name) for name in quantised}
         unexpected = {
-            name for name in self.tensors.keys() - wanted.keys() - tolerated if not TOLERATED.search(name)
+            name for name in self.tensors.keys() - wanted.keys() - others if not TOLERATED.search(name)
         }
         problems = [
             _listed("missing", wanted.keys() - self.tensors.keys()),
@@ -109,9 +125,12 @@ class Checkpoint:
                 f"not of a type in {', '.join(FLOAT_DTYPES)}",
                 {
                     f"{name} {self.tensors[name].dtype}"
-                    for name in known
+                    for name in known - quantised.keys()
                     if self.tensors[name].dtype not in FLOAT_DTYPES
                 },
+            ),
+            _listed(
+                "e4m3 without scales that fit", {self._misfit(*pair) for pair in quantised.items()} - {""}
             ),
         ]
         if any(problems):
@@ -119,6 +138,27 @@ class Checkpoint:
                 f"weights in {self.folder} do not fit config.json: {'; '.join(filter(None, problems))}",
                 "use the config.json and the weights of one checkpoint",
             )
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether a tensor is stored in e4m3 and config.json says so."""
+        return self.layout is not None and self.tensors[name].dtype == fp8.STORED
+
+    def scale_of(self, name: str) -> str | None:
+        """The name of a quantised tensor's scales."""
+        return fp8.scale_name(name, self.tensors)
+
+    def _misfit(self, name: str, scale: str | None) -> str:
+        """What keeps a quantised tensor from being read, empty if nothing does."""
+        assert self.layout is not None
+        weight = f"{name} {list(self.tensors[name].shape)}"
+        if scale is None:
+            return f"{weight} (no {' or '.join(name + suffix for suffix in fp8.SCALE_SUFFIXES)})"
+        found = self.tensors[scale]
+        fits = self.layout.granularity(self.tensors[name].shape, found.shape) is not None
+        if fits and found.dtype in FLOAT_DTYPES:
+            return ""
+        rows, columns = self.layout.block
+        return f"{weight} ({scale} {found.dtype} {list(found.shape)}, blocks of {rows} x {columns})"
 
 
 def _listed(what: str, names: Iterable[str]) -> str:
@@ -204,7 +244,8 @@ def load_parameters(
     """All ``parameters`` on ``device`` in ``dtype`` (or their own), by their name in the model.
 
     Files are memory-mapped and each tensor is converted on its own into its place, so host memory
-    beyond the page cache holds one tensor at a time.
+    beyond the page cache holds one tensor at a time. Weights stored in e4m3 are multiplied by their scales
+    on the way.
 
     Raises:
         WeightsError: see `Checkpoint.verify`; or a file's offsets do not fit its tensors.
@@ -219,15 +260,47 @@ def load_parameters(
         for source, place in zip(parameter.sources, places, strict=True):
             by_file[checkpoint.tensors[source.name].file].append((source.name, place))
 
-    total = sum(len(copies) for copies in by_file.values())
+    names = [name for copies in by_file.values() for name, _ in copies]
+    scales = _load_scales(checkpoint, [name for name in names if checkpoint.is_quantised(name)])
+    total = sum(checkpoint.tensors[name].num_bytes for name in names)
     # disable=None: a bar on a terminal only
-    with tqdm(total=total, desc="loading weights", unit="tensor", disable=None) as progress:
+    with tqdm(total=total, desc="loading weights", unit="B", unit_scale=True, disable=None) as progress:
         for file, copies in by_file.items():
-            try:
-                with safe_open(file, framework="pt", device="cpu") as tensors:
-                    for name, place in copies:
-                        place.copy_(tensors.get_tensor(name))
-                        progress.update()
-            except SafetensorError as error:
-                raise WeightsError(f"{file} is damaged ({error})", "download it again") from error
+            with _opened(file) as tensors:
+                for name, place in copies:
+                    stored = tensors.get_tensor(name)
+                    if name in scales:
+                        assert checkpoint.layout is not None
+                        fp8.dequantise(stored, scales[name], checkpoint.layout, place)
+                    else:
+                        place.copy_(stored)
+                    progress.update(stored.nbytes)
     return loaded
+
+
+def _load_scales(checkpoint: Checkpoint, quantised: list[str]) -> dict[str, torch.Tensor]:
+    """Scales of quantised tensors, by the tensor's name: they are small, and may lie in another file."""
+    by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
+    for name in quantised:
+        scale = checkpoint.scale_of(name)
+        assert scale is not None
+        by_file[checkpoint.tensors[scale].file].append((name, scale))
+    scales = {}
+    for file, pairs in by_file.items():
+        with _opened(file) as tensors:
+            scales |= {name: tensors.get_tensor(scale).float().clone() for name, scale in pairs}
+    return scales
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A file of tensors, memory-mapped.
+
+    Raises:
+        WeightsError: its offsets do not fit its tensors.
+    """
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise WeightsError(f"{file} is damaged ({error})", "download it again") from error

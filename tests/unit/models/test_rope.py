@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from herald.errors import InvalidOption
 from herald.models.rope import RopeScaling, RotaryEmbedding, inverse_frequencies, read_rope
 
 CPU = torch.device("cpu")
@@ -79,3 +84,74 @@ def test_missing_factor_is_the_ratio_of_positions() -> None:
     table = {"type": "yarn", "original_max_position_embeddings": 32768}
     _, scaling = read_rope({"rope_theta": 1e6, "rope_scaling": table}, 131072)
     assert scaling is not None and scaling.factor == 4.0
+
+
+TABLES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn_own_length": {"rope_type": "yarn", "factor": 2.0},
+    "yarn_everything": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 24.0,
+        "beta_slow": 2.0,
+        "attention_factor": 1.3,
+    },
+    "yarn_mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
+    "yarn_not_truncated": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+}
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("name", TABLES)
+def test_frequencies_are_those_of_transformers(name: str, spelling: str) -> None:
+    """Both spellings of a configuration, through transformers' own classes."""
+    if spelling == "rope_parameters" and int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("transformers 4 does not know rope_parameters")
+    raw: dict[str, Any] = {"head_dim": 128, "max_position_embeddings": 131072}
+    if spelling == "rope_scaling":
+        raw |= {"rope_theta": 1e6, "rope_scaling": dict(TABLES[name])}
+    else:
+        raw["rope_parameters"] = {"rope_theta": 1e6, **TABLES[name]}
+    theta, scaling = read_rope(raw, 131072)
+    rotary = Qwen3RotaryEmbedding(Qwen3Config(**raw))
+    found, factor = inverse_frequencies(128, theta, scaling)
+    assert torch.allclose(found, rotary.inv_freq, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(rotary.attention_scaling)
+    positions = torch.tensor([[0, 1, 31, 4097, 100_000]])
+    expected_cos, expected_sin = rotary(torch.zeros(1), positions)
+    cos, sin = RotaryEmbedding(128, theta, scaling, CPU)(positions[0])
+    # a frequency that differs in its last bit moves position 100,000 by a hundredth of a radian
+    assert torch.allclose(cos, expected_cos[0, :, :64], atol=0.02)
+    assert torch.allclose(sin, expected_sin[0, :, :64], atol=0.02)
+
+
+def test_an_option_replaces_the_scaling_of_a_checkpoint() -> None:
+    raw = {"rope_theta": 1e6}
+    assert read_rope(raw, 32768, "yarn:4") == (1e6, YARN)
+    assert read_rope(raw, 32768, "linear:2") == (1e6, RopeScaling("linear", 2.0, 32768))
+    stored = {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192}}
+    assert read_rope(raw | stored, 16384, "yarn:8") == (1e6, RopeScaling("yarn", 8.0, 8192))
+    table = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    assert read_rope(table, 4096, "linear:1.5") == (5e5, RopeScaling("linear", 1.5, 4096))
+
+
+@pytest.mark.parametrize(
+    "text", ["yarn", "yarn:", "yarn:x", "yarn:0.5", "yarn:nan", "yarn:inf", "ntk:2", ":2"]
+)
+def test_an_unknown_extension_is_refused(text: str) -> None:
+    with pytest.raises(InvalidOption, match=r"rope_scaling=.*'yarn:4'"):
+        read_rope({"rope_theta": 1e6}, 32768, text)
