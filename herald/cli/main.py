@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from herald import __version__
-from herald.cli import doctor, generate, options, profile
+from herald.cli import doctor, generate, models, options, profile
 from herald.errors import HeraldError, UsageError
 
 RUNTIME_ERROR, USAGE_ERROR, INTERRUPTED = 1, 2, 130
@@ -47,6 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_doctor_options(command)
     command.set_defaults(run=doctor.run)
+    command = commands.add_parser(
+        "models",
+        help="list the model families, their checkpoints and what of them is verified",
+        description="List the model families, their released checkpoints, and what of them is verified.",
+        allow_abbrev=False,
+    )
+    models.add_models_options(command)
+    command.set_defaults(run=models.run)
     command = commands.add_parser(
         "profile",
         help="show where the time of a run goes: trace, timeline, summary",

@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from herald.models.base import BlockModel
 
 
+# What can be verified of a family, and how. Whoever names one of them in a record has the tests that show it.
+CHECKS = {
+    "logits": "logits of the published code, float32, within 2e-4",
+    "tokens": "tokens of the published decoding, exactly",
+    "offload": "the same tokens through the host pool at budget 1.0",
+    "gpu": "the same tokens on a CUDA device",
+    "released": "released weights answer as with the published code",
+}
+
+
 @dataclass(frozen=True)
 class Family:
     """What is known of a family before its weights are read.
@@ -36,6 +46,11 @@ class Family:
         shifted: row i - 1 of the logits predicts position i, as in the autoregressive model it was made from;
             a block's first token comes from the last row before it.
         fixed: keys of ``config.json`` that must have this value where they have one; no other is built.
+        title: as its authors write it.
+        paper: arXiv id.
+        hub_ids: released checkpoints.
+        golden: folders of ``tests/golden`` with its expected results.
+        verified: keys of `CHECKS`.
     """
 
     name: str
@@ -50,6 +65,11 @@ class Family:
     policy: str = "quota"
     shifted: bool = False
     fixed: tuple[tuple[str, Any], ...] = ()
+    title: str = ""
+    paper: str = ""
+    hub_ids: tuple[str, ...] = ()
+    golden: tuple[str, ...] = ()
+    verified: tuple[str, ...] = ()
 
     def model_class(self) -> type[BlockModel]:
         module, _, name = self.model.partition(":")
@@ -65,6 +85,17 @@ FAMILIES: tuple[Family, ...] = (
         block_length=4,
         mask_token_id=151669,
         qk_norm=True,
+        title="SDAR",
+        paper="2510.06303",
+        hub_ids=(
+            "JetLM/SDAR-1.7B-Chat",
+            "JetLM/SDAR-1.7B-Chat-b32",
+            "JetLM/SDAR-4B-Chat",
+            "JetLM/SDAR-8B-Chat",
+            "JetLM/SDAR-8B-Chat-b32",
+        ),
+        golden=("sdar_b4", "sdar_b8"),
+        verified=("logits", "tokens", "offload", "gpu"),
     ),
     Family(
         name="sdar_moe",
@@ -76,6 +107,11 @@ FAMILIES: tuple[Family, ...] = (
         qk_norm=True,
         router="softmax",
         fixed=(("decoder_sparse_step", 1), ("mlp_only_layers", [])),
+        title="SDAR-MoE",
+        paper="2510.06303",
+        hub_ids=("JetLM/SDAR-30B-A3B-Chat",),
+        golden=("sdar_moe",),
+        verified=("logits", "tokens", "offload", "gpu"),
     ),
     Family(
         name="llada2_moe",
@@ -98,6 +134,16 @@ FAMILIES: tuple[Family, ...] = (
             ("score_function", "sigmoid"),
             ("moe_router_enable_expert_bias", True),
         ),
+        title="LLaDA2.0, LLaDA2.1",
+        paper="2512.15745",
+        hub_ids=(
+            "inclusionAI/LLaDA2.0-mini",
+            "inclusionAI/LLaDA2.0-flash",
+            "inclusionAI/LLaDA2.1-mini",
+            "inclusionAI/LLaDA2.1-flash",
+        ),
+        golden=("llada2_moe", "llada21_moe", "llada21_moe_mask_top"),
+        verified=("logits", "tokens", "offload", "gpu"),
     ),
     Family(
         name="fast_dllm_v2",
@@ -110,6 +156,11 @@ FAMILIES: tuple[Family, ...] = (
         eos_token_ids=(151645,),
         policy="fast_dllm_v2",
         shifted=True,
+        title="Fast-dLLM v2",
+        paper="2509.26328",
+        hub_ids=("Efficient-Large-Model/Fast_dLLM_v2_1.5B", "Efficient-Large-Model/Fast_dLLM_v2_7B"),
+        golden=("fast_dllm_v2", "fast_dllm_v2_bd8_tied"),
+        verified=("logits", "tokens", "offload"),
     ),
 )
 

@@ -285,7 +285,7 @@ def _load_scales(checkpoint: Checkpoint, quantised: list[str]) -> dict[str, torc
         scale = checkpoint.scale_of(name)
         assert scale is not None
         by_file[checkpoint.tensors[scale].file].append((name, scale))
-    scales = {}
+    scales: dict[str, torch.Tensor] = {}
     for file, pairs in by_file.items():
         with _opened(file) as tensors:
             scales |= {name: tensors.get_tensor(scale).float().clone() for name, scale in pairs}
