@@ -7,7 +7,11 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from herald.cli import options
+from herald.config import check
+from herald.errors import UsageError
 
 if TYPE_CHECKING:
     from herald.doctor import Finding
@@ -16,27 +20,59 @@ if TYPE_CHECKING:
 def add_doctor_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``herald doctor``."""
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--model", help="also say which context fits this model: folder, hub id or tiny")
+    parser.add_argument(
+        "--model", help="also say which context fits this model: folder, hub id, tiny or a preset"
+    )
     parser.add_argument(
         "--bandwidth",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="measure copy bandwidth, about a second (default: yes)",
     )
+    _add_plan_options(
+        parser.add_argument_group(
+            "plan",
+            "With --model and one of --context, --gpu-memory and --host-memory: say from the model's "
+            "configuration alone what fits (weights, resident set, host pool, largest batch), and nothing "
+            "of this machine.",
+        )
+    )
+
+
+def _add_plan_options(group: Any) -> None:
+    memory = "memory to plan for, such as 24GiB (default: what is free here)"
+    group.add_argument("--context", type=options.whole, metavar="N", help="positions of a request")
+    group.add_argument("--gpu-memory", type=options.size, metavar="SIZE", help=f"GPU {memory}")
+    group.add_argument("--host-memory", dest="host", type=options.size, metavar="SIZE", help=f"host {memory}")
+    for name, kind in (("--kv-budget", options.number), ("--index-bits", options.whole)):
+        group.add_argument(name, type=kind, default=argparse.SUPPRESS, help="as for herald generate")
+    options.add_override_options(group)
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine, print, and return the exit code."""
-    from herald.doctor import examine
-
     with contextlib.redirect_stdout(sys.stderr):
-        findings = examine(args.model, args.bandwidth, None if args.json else _report_on_terminal)
+        findings = _findings(args)
     _clear_line()
     if args.json:
         print(json.dumps(json_report(findings), indent=2))
     else:
         print_report(findings)
     return 0
+
+
+def _findings(args: argparse.Namespace) -> list[Finding]:
+    from herald.doctor import examine
+    from herald.doctor.context import probe_plan
+
+    offload = options.offload_config(args)
+    if args.context is None and args.gpu_memory is None and args.host is None:
+        return examine(args.model, args.bandwidth, None if args.json else _report_on_terminal)
+    if args.model is None:
+        raise UsageError("a plan needs a model", "add --model with a folder, a hub id or a preset")
+    check(args.context is None or args.context >= 1, "--context", args.context, "use 1 or more, as 131072")
+    overrides = options.overrides(args)
+    return [probe_plan(args.model, args.context or 0, args.gpu_memory, args.host, offload, **overrides)]
 
 
 def json_report(findings: Sequence[Finding]) -> dict[str, object]:

@@ -138,20 +138,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="default: auto"
     )
-    group.add_argument(
-        "--block-length",
-        type=whole,
-        default=0,
-        metavar="N",
-        help="positions denoised together (default: checkpoint's)",
-    )
-    group.add_argument("--mask-token-id", type=whole, metavar="ID", help="mask token (default: checkpoint's)")
-    group.add_argument(
-        "--rope-scaling",
-        default="",
-        metavar="KIND:FACTOR",
-        help="yarn:4 or linear:2, for more positions than the model was made for (default: checkpoint's)",
-    )
+    add_override_options(group)
     add = _adder(group)
     add(
         "--max-model-len",
@@ -170,6 +157,29 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="replay recorded steps on a GPU (default: yes)",
     )
+
+
+def add_override_options(group: Any) -> None:
+    """Declare what `overrides` reads."""
+    group.add_argument(
+        "--block-length",
+        type=whole,
+        default=0,
+        metavar="N",
+        help="positions denoised together (default: checkpoint's)",
+    )
+    group.add_argument("--mask-token-id", type=whole, metavar="ID", help="mask token (default: checkpoint's)")
+    group.add_argument(
+        "--rope-scaling",
+        default="",
+        metavar="KIND:FACTOR",
+        help="yarn:4 or linear:2, for more positions than the model was made for (default: checkpoint's)",
+    )
+
+
+def overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """What stands in for the checkpoint's own: arguments of `herald.models.read_config`."""
+    return {name: getattr(args, name) for name in ("block_length", "mask_token_id", "rope_scaling")}
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -360,7 +370,5 @@ def open_model(args: argparse.Namespace, offload: OffloadConfig, engine: EngineC
         dtype=args.dtype,
         offload=offload,
         engine=engine,
-        block_length=args.block_length,
-        mask_token_id=args.mask_token_id,
-        rope_scaling=args.rope_scaling,
+        **overrides(args),
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from herald import hardware
-from herald.config import OffloadConfig
+from herald.config import OffloadConfig, check
 from herald.doctor.device import free_device_memory
 from herald.doctor.finding import Finding
 from herald.doctor.fit import ContextFit, ModelShape, fit_context
+from herald.doctor.plan import describe_plan, plan_batch
 from herald.doctor.units import format_bytes
 from herald.errors import ModelNotFound
 
@@ -60,6 +61,48 @@ def config_folder(model: str) -> Path:
             f"there is no folder {model!r}, and the hub does not give its config.json ({reason[0]})",
             "check the spelling and the connection, or pass a folder",
         ) from error
+
+
+def probe_plan(
+    model: str,
+    context: int = 0,
+    device_memory: int | None = None,
+    host_memory: int | None = None,
+    offload: OffloadConfig | None = None,
+    **overrides: Any,
+) -> Finding:
+    """What of a model fits at one context length, from its configuration alone.
+
+    Args:
+        model: folder, hub id, ``"tiny"`` or a preset's name.
+        context: positions of a request, 0 for as many as fit.
+        device_memory: bytes of a GPU to plan for; None for the free memory of this one, or of none.
+        host_memory: bytes of host memory to plan for; None for this machine's.
+        overrides: ``block_length``, ``mask_token_id`` and ``rope_scaling`` of `herald.models.read_config`.
+
+    Raises:
+        ModelNotFound, UsageError, WeightsError: the configuration cannot be read.
+        PromptTooLong: the model has not as many positions.
+    """
+    from herald.engine.limits import check_positions
+    from herald.models import PRESETS, read_config
+    from herald.models.presets import preset
+
+    for name, size in (("gpu_memory", device_memory), ("host_memory", host_memory)):
+        remedy = "use a size of 1 MiB or more, such as 24GiB"
+        check(size is None or size >= 1 << 20, name, size, remedy)
+    check(context >= 0, "context", context, "use the positions of a request, such as 131072")
+    known = model in PRESETS
+    config = preset(model, **overrides) if known else read_config(config_folder(model), **overrides)
+    check_positions(context, config.max_positions, config)
+    if device_memory is None:
+        device_memory = free_device_memory()
+    if host_memory is None:
+        host_memory = max(hardware.memory().free - HOST_SPARE_BYTES, 0)
+    shape = shape_of(model, config, 4 if device_memory is None else 2)
+    offload = offload or OffloadConfig()
+    context = context or fit_context(shape, host_memory, device_memory, offload).tokens or config.block_length
+    return describe_plan(plan_batch(shape, context, host_memory, device_memory, offload))
 
 
 def probe_context(model: str | None = None, offload: OffloadConfig | None = None) -> Finding:

@@ -82,23 +82,42 @@ def index_bytes_per_token(shape: ModelShape, bits: int, page_size: int) -> float
     return shape.num_layers * shape.num_kv_heads * row
 
 
-def host_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> float:
-    """Host memory of a prefix: rows and key index, in whole pages."""
+def host_request_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> int:
+    """Host memory of a request's prefix: rows and key index, in whole pages."""
     page = choose_page_size(shape.block_length, config.page_size)
     padded = -(-tokens // page) * page
+    return int(padded * (shape.kv_bytes + index_bytes_per_token(shape, config.index_bits, page)))
+
+
+def prefill_host_bytes(shape: ModelShape, tokens: int) -> int:
+    """Host memory of a prompt's hidden states between the layers of its prefill."""
     hidden = tokens * shape.hidden_size * shape.dtype_bytes
-    waiting = hidden if hidden > KEPT_BYTES else 0  # between the layers of its prefill
-    return padded * (shape.kv_bytes + index_bytes_per_token(shape, config.index_bits, page)) + waiting
+    return hidden if hidden > KEPT_BYTES else 0
 
 
-def device_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> float:
-    """Device memory of one request: weights, resident set, staging, and the transient part of prefill."""
+def host_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> int:
+    """Host memory of a single request while its prompt is read."""
+    return host_request_bytes(shape, tokens, config) + prefill_host_bytes(shape, tokens)
+
+
+def set_rows(tokens: int, config: OffloadConfig) -> tuple[int, int]:
+    """(resident, staging) rows of a request in each layer and KV head."""
     resident = config.resident_rows(tokens)
     # At one boundary at most every row of the set arrives, and never more rows than are absent.
-    staging = min(resident, tokens - resident)
+    return resident, min(resident, tokens - resident)
+
+
+def prefill_device_bytes(shape: ModelShape, tokens: int) -> int:
+    """Device memory of a prompt's prefill: hidden states, one layer's KV and scores."""
     hidden = min(tokens * shape.hidden_size * shape.dtype_bytes, KEPT_BYTES)
-    transient = hidden + tokens * (shape.layer_kv_bytes + SCORE_BYTES * shape.num_kv_heads)
-    return shape.weight_bytes + WORKSPACE_BYTES + (resident + staging) * shape.kv_bytes + transient
+    return hidden + tokens * (shape.layer_kv_bytes + SCORE_BYTES * shape.num_kv_heads)
+
+
+def device_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> int:
+    """Device memory of one request: weights, resident set, staging, and the transient part of prefill."""
+    rows = sum(set_rows(tokens, config))
+    transient = prefill_device_bytes(shape, tokens)
+    return shape.weight_bytes + WORKSPACE_BYTES + rows * shape.kv_bytes + transient
 
 
 def dense_device_bytes(shape: ModelShape, tokens: int) -> float:

@@ -42,6 +42,19 @@ def check_prompt(
     )
 
 
+def check_positions(positions: int, limit: int, config: ModelConfig) -> None:
+    """Refuse more positions than ``limit``.
+
+    Raises:
+        PromptTooLong: names the option that would allow them.
+    """
+    if positions > limit:
+        raise PromptTooLong(
+            f"{positions:,} positions exceed the limit of {limit:,}",
+            f"use at most {limit:,}, or {_allowing(positions, limit, config)}",
+        )
+
+
 def _allowing(needed: int, limit: int, config: ModelConfig) -> str:
     """The options with which as many positions as ``needed`` could be used."""
     options = []

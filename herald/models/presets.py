@@ -8,6 +8,7 @@ import torch
 
 from herald.models.config import ModelConfig
 from herald.models.moe_config import MoeConfig
+from herald.models.rope import read_rope
 
 
 def _sdar(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int) -> ModelConfig:
@@ -119,3 +120,20 @@ PRESETS: dict[str, ModelConfig] = {
     "fast-dllm-v2-1.5b": _fast_dllm_v2(1536, 8960, 12, 2, 151936, tied=True),
     "fast-dllm-v2-7b": _fast_dllm_v2(3584, 18944, 28, 4, 152064, tied=False),
 }
+
+
+def preset(
+    name: str, block_length: int = 0, mask_token_id: int | None = None, rope_scaling: str = ""
+) -> ModelConfig:
+    """A preset with what `herald.models.read_config` would take in place of the checkpoint's own.
+
+    Raises:
+        KeyError: there is no such preset.
+        InvalidOption: a value is out of range.
+    """
+    config = PRESETS[name]
+    if rope_scaling:
+        raw = {"rope_theta": config.rope_theta}
+        config = replace(config, rope_scaling=read_rope(raw, config.max_position_embeddings, rope_scaling)[1])
+    mask = config.mask_token_id if mask_token_id is None else mask_token_id
+    return replace(config, block_length=block_length or config.block_length, mask_token_id=mask)

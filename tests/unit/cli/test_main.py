@@ -41,13 +41,16 @@ def test_options_reach_the_engine(fake_llm: type, capsys: pytest.CaptureFixture[
         "8",
         "--mask-token-id",
         "5",
+        "--rope-scaling",
+        "yarn:2",
     )
     code, _, _ = run(capsys, "generate", "--prompt", "q", "--no-offload", "--max-tokens", "9", *options)
     assert code == 0
     given = fake_llm.made[0].options
     assert not given.pop("offload").enabled
     given.pop("engine")
-    assert given == {"model": "m", "device": "cpu", "dtype": "float32", "block_length": 8, "mask_token_id": 5}
+    overrides = {"block_length": 8, "mask_token_id": 5, "rope_scaling": "yarn:2"}
+    assert given == {"model": "m", "device": "cpu", "dtype": "float32", **overrides}
     assert fake_llm.made[0].calls[0]["params"].max_tokens == 9
 
 

@@ -1,0 +1,138 @@
+"""``herald doctor --model --context --gpu-memory``: what fits, from a configuration alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from herald.cli.main import main
+from herald.config import OffloadConfig
+from herald.doctor.context import probe_plan, shape_of
+from herald.doctor.fit import device_bytes, host_bytes
+from herald.doctor.plan import plan_batch
+from herald.engine.resident import set_size, staging_rows
+from herald.models import PRESETS, num_parameters
+from herald.models.registry import FAMILIES
+from tests.support.golden import GOLDEN
+
+GIB = 1 << 30
+ROOMY = {"host_memory": 512 * GIB, "device_memory": 80 * GIB}
+
+
+def plan(model: str, context: int, **memory: Any) -> dict[str, Any]:
+    return probe_plan(model, context, **(ROOMY | memory)).value
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family_from_its_config_alone(family: Any, tmp_path: Path) -> None:
+    """No weights and no tokenizer lie in the folder; the vocabulary is that of a released model."""
+    raw = json.loads((GOLDEN / family.golden[0] / "config.json").read_text())
+    raw |= {"vocab_size": max(raw["vocab_size"], family.mask_token_id + 1)}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = plan(str(tmp_path), 4096)
+    assert found["batch"] > 1 and found["weight_bytes"] > 0 and found["resident_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_parts_of_a_plan(name: str) -> None:
+    found = plan(name, 32768)
+    shape, config = shape_of(name, PRESETS[name], 2), OffloadConfig()
+    assert found["weight_bytes"] == 2 * num_parameters(PRESETS[name])
+    parts = ("weight_bytes", "workspace_bytes", "prefill_bytes", "resident_bytes", "staging_bytes")
+    assert sum(found[part] for part in parts) == device_bytes(shape, 32768, config)
+    assert found["host_bytes"] + found["prefill_host_bytes"] == host_bytes(shape, 32768, config)
+    block = PRESETS[name].block_length
+    assert found["resident_rows"] >= set_size(config, block, 32768 - block)
+    assert found["staging_rows"] >= staging_rows(config, block, 32768 - 8 * block, 32768 - block)
+
+
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+    for host, device in ((512, 40), (20, 80), (64, 24)):
+        found = plan("sdar-8b", 20_000, host_memory=host * GIB, device_memory=device * GIB)
+        on_device = found["resident_bytes"] + found["staging_bytes"]
+        fixed = found["weight_bytes"] + found["workspace_bytes"] + found["prefill_bytes"]
+        batch = found["batch"]
+        assert batch > 0
+        fits = [
+            fixed + n * on_device <= device * GIB and n * found["host_bytes"] <= host * GIB
+            for n in (batch, batch + 1)
+        ]
+        assert fits == [True, False]
+
+
+def test_offload_holds_more_requests() -> None:
+    found = plan("sdar-8b", 32768, device_memory=48 * GIB)
+    assert found["batch"] > 2 * found["dense_batch"] > 0
+
+
+def test_a_cpu_holds_both_sides_in_one_memory() -> None:
+    shape = shape_of("sdar-1.7b", PRESETS["sdar-1.7b"], 4)
+    found = plan_batch(shape, 8192, 64 * GIB, None, OffloadConfig())
+    a_request = found.host_bytes + found.resident_bytes + found.staging_bytes
+    fixed = found.fixed_device_bytes + found.prefill_host_bytes
+    assert fixed + found.batch * a_request <= 64 * GIB < fixed + (found.batch + 1) * a_request
+
+
+def test_no_context_means_the_largest() -> None:
+    found = plan("sdar-8b", 0, device_memory=24 * GIB, host_memory=4 * GIB)
+    assert found["context"] == found["longest"] < 32768 and found["batch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("memory", "advice"),
+    [
+        ({"device_memory": 8 * GIB}, "no context fits beside the weights"),
+        ({"device_memory": 33 * GIB // 2}, "--context of at most"),
+        ({"host_memory": 2 * GIB}, "of host memory, 2.0 GiB are there; a --context of at most"),
+    ],
+)
+def test_what_does_not_fit_says_what_is_missing(memory: dict[str, int], advice: str) -> None:
+    finding = probe_plan("sdar-8b", 32768, **(ROOMY | memory))
+    assert finding.value["batch"] == 0 and "does not fit" in finding.text[-1]
+    assert advice in finding.advice
+    if finding.value["longest"]:
+        assert plan("sdar-8b", finding.value["longest"], **memory)["batch"] == 1
+
+
+def test_the_option_of_a_refusal_is_taken() -> None:
+    found = plan("sdar-8b", 100_000, rope_scaling="yarn:4", block_length=32)
+    assert found["batch"] > 1 and found["context"] == 100_000
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["doctor", "--model", "fast-dllm-v2-7b", "--context", "32768", "--gpu-memory", "24GiB"]
+    assert main([*command, "--host-memory", "64GiB", "--kv-budget", "0.05"]) == 0
+    printed = capsys.readouterr().out
+    for part in ("weights: ", "resident set: ", "host pool: ", "largest batch: "):
+        assert part in printed
+    assert main([*command, "--host-memory", "64GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert list(found) == ["plan"] and found["plan"]["context"] == 32768
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "32768"], "a plan needs a model"),
+        (["--model", "sdar-8b", "--context", "0"], "--context=0 is not valid"),
+        (["--model", "sdar-8b", "--context", "-5"], "--context=-5 is not valid"),
+        (["--model", "sdar-8b", "--context", "lots"], "is not a whole number"),
+        (["--model", "sdar-8b", "--context", "100000"], "or rope_scaling='yarn:4'"),
+        (["--model", "sdar-8b", "--gpu-memory", "24"], "use a size of 1 MiB or more, such as 24GiB"),
+        (["--model", "sdar-8b", "--host-memory", "0"], "use a size of 1 MiB or more"),
+        (["--model", "sdar-8b", "--gpu-memory", "24 pounds"], "is not a size"),
+        (["--model", "sdar-8b", "--context", "64", "--kv-budget", "0"], "kv-budget=0.0 is not valid"),
+        (["--model", "sdar-8b", "--context", "64", "--index-bits", "3"], "index-bits=3 is not valid"),
+        (["--model", "no-such-model", "--context", "64"], "there is no model"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_nonsense_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["doctor", *arguments])
+    except SystemExit as error:  # what the parser refuses
+        code = int(str(error.code))
+    assert code == 2 and message in capsys.readouterr().err
