@@ -60,6 +60,20 @@ def scores_by(operator: str) -> FirstScores:
     return scores
 
 
+def asking(masked: torch.Tensor, shifted: bool) -> torch.Tensor:
+    """Positions of a block whose queries choose rows: the masked ones, and those that predict them.
+
+    Args:
+        masked: bool [B].
+        shifted: a position is predicted by the one before it.
+    """
+    if not shifted:
+        return masked
+    predicting = torch.zeros_like(masked)
+    predicting[:-1] = masked[1:]
+    return masked | predicting
+
+
 class PrefillTask:
     """Prefill of one request.
 
@@ -89,7 +103,7 @@ class PrefillTask:
         self.runner = runner
         self.model = runner.model
         self.resident = resident
-        self.masked = masked
+        self.asking = asking(masked, runner.model.config.shifted)
         self.scores = scores
         self.row_store = row_store
         self.prefix = prefix_tokens.numel()
@@ -197,14 +211,6 @@ class PrefillTask:
                 self._phases[start] = phases
         return phases
 
-    def _asking(self) -> torch.Tensor:
-        """bool [B], positions whose queries choose rows: the masked ones, and those that predict them."""
-        if not self.model.config.shifted:
-            return self.masked
-        predicting = torch.zeros_like(self.masked)
-        predicting[:-1] = self.masked[1:]
-        return self.masked | predicting
-
     def _choose(self, q: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Exact first selection of a layer: int64 [kv_heads, T(n)], ascending.
 
@@ -218,8 +224,8 @@ class PrefillTask:
             return everything.expand(rows.shape[0], -1)
         first, last, _ = resident.candidates(self.prefix)
         scale = self.model.softmax_scale
-        asking = lse.masked_fill(~self._asking().unsqueeze(1), NO_VOTE)
-        scores = self.scores(q, asking, rows, scale, (first, last))
+        votes = lse.masked_fill(~self.asking.unsqueeze(1), NO_VOTE)
+        scores = self.scores(q, votes, rows, scale, (first, last))
         scores[:, :first] = float("inf")
         scores[:, last:] = float("inf")
         return torch.topk(scores, size, dim=1, sorted=False).indices.sort(dim=1).values

@@ -13,7 +13,7 @@ import torch
 
 from herald.config import EngineConfig, OffloadConfig
 from herald.engine.engine import Engine
-from herald.engine.prefill import PrefillTask
+from herald.engine.prefill import NO_VOTE, asking
 from herald.engine.request import Request
 from herald.errors import InvalidOption
 from herald.models import BlockModel
@@ -168,20 +168,21 @@ def test_a_late_set_is_chosen_by_the_blocks_own_lane(make_fast: MakeFast) -> Non
     assert len(applied) >= 5
 
 
-def test_the_token_before_the_masks_chooses_rows(
-    make_fast: MakeFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_before_the_masks_chooses_rows(make_fast: MakeFast) -> None:
     """It predicts the first of them, so prefill lets it vote."""
+    engine = make_fast(TIED, SPARSE)
     asked: list[list[bool]] = []
-    choose = PrefillTask._asking
+    scores = engine.first_scores
 
-    def watch(task: PrefillTask) -> torch.Tensor:
-        asked.append(choose(task).tolist())
-        return choose(task)
+    def watch(q: torch.Tensor, lse: torch.Tensor, *rest: Any) -> torch.Tensor:
+        asked.append((lse < NO_VOTE).all(1).tolist())
+        return scores(q, lse, *rest)
 
-    monkeypatch.setattr(PrefillTask, "_asking", watch)
-    run(make_fast(TIED, SPARSE), [random_prompt(131, 1)], SamplingParams(max_tokens=2))
+    engine.first_scores = watch
+    run(engine, [random_prompt(131, 1)], SamplingParams(max_tokens=2))
     assert asked == [[False, False] + [True] * 6] * 2
+    assert asking(torch.tensor([True, True]), True).tolist() == [True, True]
+    assert asking(torch.tensor([False, False, True]), False).tolist() == [False, False, True]
 
 
 def test_sampling_is_the_same_in_any_batch(make_fast: MakeFast) -> None:

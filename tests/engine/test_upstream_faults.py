@@ -68,7 +68,7 @@ def prompts_around(block: int) -> list[list[int]]:
 
 @every_checkpoint
 def test_prompt_tokens_are_never_overwritten(make: Make, folder: str) -> None:
-    """Not in the partial first block, whatever is committed or edited around them, nor where they are masks."""
+    """Not in the partial first block, whatever is committed or edited there, nor where they are masks."""
     engine = make(folder)
     block, seen = engine.model.config.block_length, 0
     prompts = prompts_around(block)

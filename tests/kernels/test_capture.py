@@ -35,6 +35,7 @@ class Inputs:
         self.quota, self.dst_rows = ids(NUM_LANES), ids(50)
         self.logits = new(tokens, 20_000)
         self.tokens, self.draft, self.closed = ids(9, BLOCK), ids(9, BLOCK), ids(9, BLOCK)
+        self.window = ids(9, BLOCK)
         self.masked = torch.zeros(9, BLOCK, dtype=torch.bool, device=target.device)
         self.threshold = torch.full((9,), 1e-4, device=target.device)
         self.router, self.expert_ids = new(64, 512), ids(tokens, 8).int()
@@ -58,6 +59,7 @@ class Inputs:
         self.quota.copy_(draw.integers(1, 6, NUM_LANES))
         self.dst_rows.copy_(draw.permutation(60)[:50]).masked_fill_(draw.integers(0, 3, 50) == 0, -1)
         self.tokens.copy_(draw.integers(0, 100, 9, BLOCK))
+        self.window.copy_(draw.integers(0, 2, 9, BLOCK).cumsum(1))
         self.masked.copy_(draw.integers(0, 2, 9, BLOCK) > 0)
         self.masked[8] = False
         self.gate_up /= 512**0.5
@@ -84,7 +86,9 @@ class Inputs:
         best, confidence = best.view(NUM_LANES, BLOCK), confidence.view(NUM_LANES, BLOCK)
         tables = self.tokens, self.masked, self.draft
         kernels.open_blocks(*tables, self.closed, self.slots, self.opening, 7)
-        report = kernels.commit(*tables, self.slots, best, best, confidence, self.quota, self.threshold)
+        report = kernels.commit(
+            *(*tables, self.slots, best, best, confidence, self.quota, self.threshold), self.window
+        )
         edited = kernels.commit_edits(
             *(*tables, self.edits, self.edit_threshold, self.slots, self.opening, best, best, confidence),
             *(self.quota, self.threshold, 7),
