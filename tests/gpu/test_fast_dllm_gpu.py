@@ -69,23 +69,17 @@ def test_graphs_change_no_token(make_fast: MakeFast, params: SamplingParams, dty
     assert found[0] == found[1]
 
 
-@BOTH
-def test_budget_one_equals_dense(make_fast: MakeFast, dtype: torch.dtype) -> None:
-    """Also in bfloat16: rows that travelled are the rows that stayed. One request at a time, same shapes."""
+def test_budget_one_equals_dense(make_fast: MakeFast) -> None:
+    """Rows that travelled are the rows that stayed, around lead steps too."""
     prompts = [random_prompt(n, n) for n in (64, 131, 200)]
     params = replace(SETTINGS[0], max_tokens=40, ignore_eos=True)
-    offloads = (DENSE, ALL_ROWS_TRAVEL)
-    engines = [make_fast("fast_dllm_v2", offload, dtype) for offload in offloads]
+    engines = [make_fast("fast_dllm_v2", offload) for offload in (DENSE, ALL_ROWS_TRAVEL)]
     dense, offloaded = [[tokens(run(e, [p], params))[0] for p in prompts] for e in engines]
-    if dtype == torch.float32:
-        assert dense == offloaded
-    else:  # the order of rows in a set is free, and sums in bfloat16 depend on it
-        same = sum(a == b for x, y in zip(dense, offloaded, strict=True) for a, b in zip(x, y, strict=True))
-        assert same > 0.5 * 120
+    assert dense == offloaded
 
 
 def test_mixed_settings_share_recorded_steps(make_fast: MakeFast) -> None:
-    engine = make_fast(TIED, SPARSE, max_num_seqs=8)
+    engine = make_fast(TIED, ALL_ROWS_TRAVEL, max_num_seqs=8)
     params = [replace(each, max_tokens=40, ignore_eos=True) for each in SETTINGS]
     prompts = [random_prompt(80 + 8 * i, i) for i in range(len(params))]
     alone = [tokens(run(engine, [p], q))[0] for p, q in zip(prompts, params, strict=True)]
