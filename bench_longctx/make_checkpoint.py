@@ -88,7 +88,7 @@ def plan_shards(config: ModelConfig, shard_bytes: int) -> dict[str, list[Source]
 def random_tensor(source: Source, seed: int, device: torch.device) -> torch.Tensor:
     """Ones for a norm, else normal with `WEIGHT_STD`; a function of seed, name and shape."""
     dtype = dtype_of(source)
-    if source.name.endswith("norm.weight"):
+    if source.name.endswith(("norm.weight", "ln_f.weight")):
         return torch.ones(source.shape, dtype=dtype)
     # 32 bits: the CPU's generator ignores the rest of a seed
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {source.name}".encode()))
@@ -115,11 +115,12 @@ def write_shard(path: Path, sources: Sequence[Source], seed: int, device: torch.
 
 def config_json(config: ModelConfig) -> dict[str, object]:
     """``config.json`` as a released checkpoint has it, with the block length and mask token added."""
+    family = family_named(config.family)
     found: dict[str, object] = {
-        "architectures": list(family_named(config.family).architectures),
+        "architectures": list(family.architectures),
         "model_type": config.family,
         "attention_bias": config.attention_bias,
-        "block_size": config.block_length,
+        family.block_length_keys[0]: config.block_length,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_ids[-1],
         "head_dim": config.head_dim,
@@ -141,7 +142,10 @@ def config_json(config: ModelConfig) -> dict[str, object]:
     }
     if config.partial_rotary_factor != 1.0:
         found["partial_rotary_factor"] = config.partial_rotary_factor
-    return found if config.moe is None else found | moe_json(config.moe)
+    if config.moe is not None:
+        found |= moe_json(config.moe)
+    own = dict(family.renamed)
+    return {own.get(key, key): value for key, value in found.items()}
 
 
 def moe_json(moe: MoeConfig) -> dict[str, object]:

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 
 from herald.config import EngineConfig, OffloadConfig, check, is_whole
-from herald.engine.engine import Engine, ProgressCallback
+from herald.engine.engine import ProgressCallback
+from herald.engine.factory import make_engine
 from herald.engine.request import Phase, Request
 from herald.errors import CudaUnavailable, InvalidOption, RequestAborted, UsageError
 from herald.models import load_model, resolve_model
@@ -75,7 +76,7 @@ class LLM:
         self.path = resolve_model(str(model))
         self.model = load_model(self.path, target, kind, block_length, mask_token_id, rope_scaling)
         self.tokenizer = Tokenizer(self.path)
-        self.engine = Engine(self.model, self.tokenizer, self.offload, self.engine_config, seed)
+        self.engine = make_engine(self.model, self.tokenizer, self.offload, self.engine_config, seed)
         self._ids = itertools.count()
         self._lock = threading.Lock()  # of the engine, all but `abort`
         self._holder: int | None = None  # thread that has it

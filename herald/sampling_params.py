@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from herald.config import check, check_kinds, is_number, is_whole
+
+Algorithm = Literal["auto", "maskgit_plus", "entropy", "topk_margin"]
+CanvasCache = Literal["auto", "none", "prefix", "dual"]
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,20 @@ class SamplingParams:
         denoising_steps: steps T a block may take; 0 for one step a position. With the threshold
             strategy it is the quota that guarantees progress.
         confidence_threshold: commit every masked position above it in a step
-            (``low_confidence_dynamic``); None for a fixed quota a step (``low_confidence_static``).
+            (``low_confidence_dynamic``); None for a fixed quota a step (``low_confidence_static``);
+            ``"auto"`` for the family's: 0.9, with full attention None.
         editing_threshold: replace a committed token of the block under way where another one is likelier than
             this (LLaDA2.1 was trained for it: 0.5, or 0.0 beside a low ``confidence_threshold``); None keeps
             what was committed.
         max_post_steps: with ``editing_threshold``, steps a block may take without a masked position.
+        confidence_factor: LLaDA: commit the n most confident positions, n the largest with
+            (n + 1) (1 - n-th confidence) <= factor (Fast-dLLM); None for quota or threshold.
+        algorithm: Dream: what ranks positions, by the names of its released code; ``"auto"`` for
+            ``"entropy"``, as on its model card.
+        cache: of a family with full attention, whose keys and values change with every token: ``"none"``
+            computes all of them in every step, as released; ``"prefix"`` keeps those before the block while
+            it is denoised, ``"dual"`` all but the block's (Fast-dLLM; both approximate). ``"auto"`` is
+            ``"none"`` there; other families have an exact cache and take no other value.
         block_length: positions denoised together; 0 for the checkpoint's.
         sub_block_length: a step commits within the first part of the block that has a mask, of this length
             (Fast-dLLM v2); 0 for the family's own, which is 8 there.
@@ -40,9 +53,12 @@ class SamplingParams:
     seed: int | None = None
     stop: str | tuple[str, ...] | list[str] = ()
     denoising_steps: int = 0
-    confidence_threshold: float | None = 0.9
+    confidence_threshold: float | Literal["auto"] | None = "auto"
     editing_threshold: float | None = None
     max_post_steps: int = 16
+    confidence_factor: float | None = None
+    algorithm: Algorithm = "auto"
+    cache: CanvasCache = "auto"
     block_length: int = 0
     sub_block_length: int = 0
     ignore_eos: bool = False
@@ -51,7 +67,7 @@ class SamplingParams:
         check(isinstance(self.stop, (str, tuple, list)), "stop", self.stop, "use a string or a list of them")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
-        check_kinds(self, optional=("confidence_threshold", "editing_threshold"))
+        check_kinds(self, optional=("editing_threshold",))
         check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "use 1 or more")
         check(
             0.0 <= self.temperature < math.inf,
@@ -78,10 +94,10 @@ class SamplingParams:
         )
         threshold = self.confidence_threshold
         check(
-            threshold is None or 0.0 <= threshold <= 1.0,
+            threshold is None or threshold == "auto" or (is_number(threshold) and 0.0 <= threshold <= 1.0),
             "confidence_threshold",
             threshold,
-            "use a probability such as 0.9, or None for a fixed quota a step",
+            "use a probability such as 0.9, None for a fixed quota a step, or 'auto'",
         )
         editing = self.editing_threshold
         check(
@@ -89,6 +105,25 @@ class SamplingParams:
             "editing_threshold",
             editing,
             "use a probability such as 0.5, or None to keep what was committed",
+        )
+        factor = self.confidence_factor
+        check(
+            factor is None or (is_number(factor) and 0.0 < factor < math.inf),
+            "confidence_factor",
+            factor,
+            "use a number above 0, such as 1.0, or None",
+        )
+        check(
+            self.algorithm in ("auto", "maskgit_plus", "entropy", "topk_margin"),
+            "algorithm",
+            self.algorithm,
+            "use 'auto', 'maskgit_plus', 'entropy' or 'topk_margin'",
+        )
+        check(
+            self.cache in ("auto", "none", "prefix", "dual"),
+            "cache",
+            self.cache,
+            "use 'auto', 'none', 'prefix' or 'dual'",
         )
         check(self.max_post_steps >= 0, "max_post_steps", self.max_post_steps, "use 0 or more, such as 16")
         check(self.block_length >= 0, "block_length", self.block_length, "use 0 for the checkpoint's")

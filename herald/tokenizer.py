@@ -13,6 +13,8 @@ from herald.decode.detokenize import IncrementalDecoder
 from herald.errors import InvalidOption, WeightsError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# Classes that exist only as code beside a checkpoint, and are Qwen2's under another name.
+QWEN2_COPIES = ("DreamTokenizer",)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -119,12 +121,16 @@ def _load(path: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     fast_file = path / "tokenizer.json"
+    settings_file = path / "tokenizer_config.json"
+    settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
     if not fast_file.exists():
+        if settings.get("tokenizer_class") in QWEN2_COPIES:
+            from transformers import Qwen2TokenizerFast
+
+            return Qwen2TokenizerFast.from_pretrained(path, local_files_only=True)
         return AutoTokenizer.from_pretrained(
             path, use_fast=True, local_files_only=True, trust_remote_code=False
         )
-    settings_file = path / "tokenizer_config.json"
-    settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
     options = {
         key: _content(value) for key, value in settings.items() if key in SPECIAL_TOKENS and value is not None
     }

@@ -65,7 +65,7 @@ def random_model(
     generator = torch.Generator(device).manual_seed(0)
 
     def make(parameter: Parameter) -> torch.Tensor:
-        if all(source.name.endswith("norm.weight") for source in parameter.sources):
+        if all(source.name.endswith(("norm.weight", "ln_f.weight")) for source in parameter.sources):
             return torch.ones(parameter.shape, dtype=torch.bfloat16, device=device)
         # also of parameters that would stay float32: what is stored as bfloat16 is all that they hold
         empty = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)

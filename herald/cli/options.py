@@ -58,14 +58,16 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{_shown(text)} is not a number, such as 0.08") from None
 
 
-def threshold(text: str) -> float | None:
-    """A probability, or ``off`` for a fixed number of tokens a step."""
-    if text == "off":
-        return None
+def threshold(text: str) -> float | str | None:
+    """A probability, ``off`` for a fixed number of tokens a step, or ``auto``."""
+    if text in ("off", "auto"):
+        return None if text == "off" else text
     with contextlib.suppress(ValueError):
         if 0.0 <= float(text) <= 1.0:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{_shown(text)} is not a probability; write one such as 0.9, or off")
+    raise argparse.ArgumentTypeError(
+        f"{_shown(text)} is not a probability; write one such as 0.9, auto or off"
+    )
 
 
 def seed(text: str) -> int:
@@ -90,7 +92,7 @@ def _adder(group: Any) -> Callable[..., None]:
     """``add`` with no default: what the user leaves out is absent, and the dataclass's own default holds."""
 
     def add(*names: str, **kwargs: Any) -> None:
-        group.add_argument(*names, default=argparse.SUPPRESS, **kwargs)
+        group.add_argument(*names, **{"default": argparse.SUPPRESS, **kwargs})
 
     return add
 
@@ -196,8 +198,20 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
         type=threshold,
         metavar="P",
         help="commit every position above this confidence in a step, or off for a fixed number a step "
-        f"(default: {default.confidence_threshold})",
+        f"(default: {default.confidence_threshold}, the family's: 0.9, off with full attention)",
     )
+    add(
+        "--confidence-factor",
+        type=number,
+        metavar="F",
+        help="LLaDA: commit as many positions as this factor lets through (Fast-dLLM), without threshold",
+    )
+    add(
+        "--algorithm",
+        choices=("auto", "maskgit_plus", "entropy", "topk_margin"),
+        help="Dream: what ranks positions (default: auto, which is entropy)",
+    )
+    add_cache_option(add)
     add("--steps", type=whole, metavar="N", help="denoising steps a block may take (default: one a position)")
     add(
         "--sub-block-length",
@@ -218,6 +232,17 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
         help=f"with it, steps of a block that has no mask left (default: {default.max_post_steps})",
     )
     add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+
+
+def add_cache_option(add: Callable[..., Any]) -> None:
+    """Declare ``--cache``; ``add`` is a parser's ``add_argument``."""
+    add(
+        "--cache",
+        choices=("auto", "none", "prefix", "dual"),
+        default=argparse.SUPPRESS,
+        help="LLaDA, Dream: none computes every position in every step, prefix keeps what stands before the "
+        "block, dual all but the block (approximate; default: auto, which is none)",
+    )
 
 
 def add_offload_options(parser: argparse.ArgumentParser) -> None:
@@ -297,6 +322,9 @@ _SAMPLING = {
     "seed": "seed",
     "stop": "stop",
     "threshold": "confidence_threshold",
+    "confidence_factor": "confidence_factor",
+    "algorithm": "algorithm",
+    "cache": "cache",
     "steps": "denoising_steps",
     "sub_block_length": "sub_block_length",
     "editing_threshold": "editing_threshold",

@@ -66,6 +66,7 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="commit every position above this confidence in a step, or off (default: off)",
     )
+    options.add_cache_option(group.add_argument)
     options.add_model_options(parser)
     options.add_offload_options(parser)
     group = parser.add_argument_group("output")

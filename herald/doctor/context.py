@@ -33,10 +33,11 @@ def shape_of(name: str, config: ModelConfig, dtype_bytes: int) -> ModelShape:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         hidden_size=config.hidden_size,
-        block_length=config.block_length,
+        block_length=config.block_length or 1,  # a whole canvas: its rows are sent by pages
         max_positions=config.max_positions,
         weight_bytes=num_parameters(config) * dtype_bytes,
         dtype_bytes=dtype_bytes,
+        full_attention=config.full_attention,
     )
 
 

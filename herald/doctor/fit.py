@@ -27,6 +27,8 @@ class ModelShape:
         max_positions: positions the checkpoint was made for.
         weight_bytes: bytes of all weights in the run's dtype.
         dtype_bytes: bytes of a number in weights and KV.
+        full_attention: rows are computed anew for every block and never kept on the host; see
+            `herald.engine.canvas`.
     """
 
     name: str
@@ -38,6 +40,7 @@ class ModelShape:
     max_positions: int
     weight_bytes: int
     dtype_bytes: int = 2
+    full_attention: bool = False
 
     @property
     def layer_kv_bytes(self) -> int:
@@ -84,6 +87,8 @@ def index_bytes_per_token(shape: ModelShape, bits: int, page_size: int) -> float
 
 def host_request_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> int:
     """Host memory of a request's prefix: rows and key index, in whole pages."""
+    if shape.full_attention:
+        return 0
     page = choose_page_size(shape.block_length, config.page_size)
     padded = -(-tokens // page) * page
     return int(padded * (shape.kv_bytes + index_bytes_per_token(shape, config.index_bits, page)))
@@ -110,6 +115,8 @@ def set_rows(tokens: int, config: OffloadConfig) -> tuple[int, int]:
 def prefill_device_bytes(shape: ModelShape, tokens: int) -> int:
     """Device memory of a prompt's prefill: hidden states, one layer's KV and scores."""
     hidden = min(tokens * shape.hidden_size * shape.dtype_bytes, KEPT_BYTES)
+    if shape.full_attention:
+        hidden *= 2  # queries of a layer besides
     return hidden + tokens * (shape.layer_kv_bytes + SCORE_BYTES * shape.num_kv_heads)
 
 
@@ -123,6 +130,8 @@ def device_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> int:
 def dense_device_bytes(shape: ModelShape, tokens: int) -> float:
     """Device memory of one request without offload: weights and every row."""
     transient = tokens * (2 * shape.hidden_size * shape.dtype_bytes + 4 * shape.head_dim)
+    if shape.full_attention:
+        transient += tokens * shape.layer_kv_bytes  # of the layer in work, beside those that are kept
     return shape.weight_bytes + WORKSPACE_BYTES + tokens * shape.kv_bytes + transient
 
 

@@ -89,7 +89,7 @@ def plan_batch(
         device_batch = host_batch = both
     else:
         device_batch = max(device_memory - fixed, 0) // set_bytes
-        host_batch = max(host_memory - waiting, 0) // a_request
+        host_batch = max(host_memory - waiting, 0) // a_request if a_request else device_batch
     room = max((host_memory if device_memory is None else device_memory) - fixed, 0)
     fit: ContextFit = fit_context(shape, host_memory, device_memory, config)
     return BatchPlan(

@@ -84,6 +84,7 @@ class BlockTable:
         self.draft[slot] = self.tokens[slot]
         self.masked[slot] = to_device(masked, device)
         commit, edit = params.confidence_threshold, params.editing_threshold
+        assert commit != "auto", "the family's policy settles the options"
         self.threshold[slot] = float("inf") if commit is None else commit
         self.edit_threshold[slot] = float("inf") if edit is None else edit
         if self.window is not None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from herald.decode import draw, policy_of
+from herald.decode import DecodePolicy, draw, policy_of
 from herald.engine.blocks import BlockTable
 from herald.engine.lanes import StepPlan, StepShape
 from herald.engine.plain_step import PlainStep
@@ -91,7 +91,9 @@ class Decoder:
         """The blocks under way of one length."""
         if block_length not in self._tables:
             mask_id, device = self.model.config.mask_token_id, self.model.device
-            windowed = self.model.config.shifted or policy_of(self.model.config.family).sub_block_length > 0
+            policy = policy_of(self.model.config.family)
+            sub_blocks = isinstance(policy, DecodePolicy) and policy.sub_block_length > 0
+            windowed = self.model.config.shifted or sub_blocks
             self._tables[block_length] = BlockTable(
                 block_length, self.max_num_seqs, mask_id, device, windowed
             )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from herald.config import EngineConfig, OffloadConfig
-from herald.decode import StopChecker, policy_of, request_generator
+from herald.decode import DecodePolicy, Policy, StopChecker, policy_of, request_generator
 from herald.engine.blocks import to_device
 from herald.engine.decoder import MAX_UNDER_WAY, Decoder
 from herald.engine.limits import check_page, check_prompt
@@ -21,7 +21,6 @@ from herald.engine.memory import EngineMemory, HostStore
 from herald.engine.planner import retrieval_error
 from herald.engine.prefill import PrefillTask, first_block, scores_by
 from herald.engine.request import Phase, Request
-from herald.engine.resident import ResidentSet
 from herald.engine.retriever import Retriever
 from herald.engine.runner import LaneRunner
 from herald.engine.scheduler import Scheduler
@@ -105,25 +104,15 @@ class Engine:
         Raises:
             PromptTooLong, InvalidOption, HostPoolTooSmall: it could never run.
         """
-        block = params.block_length or self.model.config.block_length
-        check_prompt(prompt_ids, params, block, self.model.config, self.max_model_len)
-        if self.offload.enabled:
-            check_page(block, self.memory.layout.page_size)
         policy = policy_of(self.model.config.family)
-        policy.check(params)
+        params = policy.settle(params)
         eos = () if params.ignore_eos else self.model.config.eos_token_ids
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
             raise InvalidOption(f"request_id={request_id!r} is in use", "choose another")
         checker = StopChecker(params, eos, self.tokenizer.decode if self.tokenizer.available else None)
-        leads = self.model.config.shifted
-        windows = policy.windows(block, params, leads)
-        request = Request(
-            request_id, list(prompt_ids), params, block, eos, checker, policy, prompt, windows, leads
-        )
-        if request.is_certain:
-            self.offload.check_steps(len(request.quotas))
-        self.memory.require_pages(self.memory.pages_for(request.last_prefix), len(prompt_ids))
+        request = self._make_request(request_id, list(prompt_ids), params, eos, checker, policy, prompt)
+        self.memory.require_pages(self.memory.pages_for(request.stored_positions), len(prompt_ids))
         with self._lock:
             self._requests[request_id] = request
             self.scheduler.waiting.append(request)
@@ -181,6 +170,30 @@ class Engine:
             self.retriever = None
         self.memory.close()
 
+    def _make_request(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        eos: tuple[int, ...],
+        checker: StopChecker,
+        policy: Policy,
+        prompt: str | None,
+    ) -> Request:
+        """The request, checked; ``params`` are settled. Arguments as those of `Request`."""
+        assert isinstance(policy, DecodePolicy)
+        config = self.model.config
+        block = params.block_length or config.block_length
+        check_prompt(prompt_ids, params, block, config, self.max_model_len)
+        if self.offload.enabled:
+            check_page(block, self.memory.layout.page_size)
+        windows = policy.windows(block, params, config.shifted)
+        given = (eos, checker, policy, prompt, windows, config.shifted)
+        request = Request(request_id, prompt_ids, params, block, *given)
+        if request.is_certain:
+            self.offload.check_steps(len(request.quotas))
+        return request
+
     def end_aborted(self) -> list[Request]:
         """End the requests that were aborted since the last step; `step` does this first."""
         with self._lock:
@@ -216,18 +229,12 @@ class Engine:
             if self.retriever is not None:
                 self.retriever.drain()  # memory of requests that ended is on its way back
             self._grow()
-        pages = self.memory.pages_for(request.last_prefix)
+        pages = self.memory.pages_for(request.stored_positions)
         store = self.memory.store
         if pages and (store is None or pages > store.pool.allocator.num_free):
             return False
         try:
-            request.resident = ResidentSet(
-                self.memory.arena,
-                self.offload,
-                request.block_length,
-                request.first_prefix,
-                request.last_prefix,
-            )
+            request.resident = request.make_resident(self.memory.arena, self.offload)
         except MemoryError:
             return False
         if store is not None and pages:
@@ -252,9 +259,7 @@ class Engine:
 
     def _required_memory(self, request: Request) -> tuple[int, int]:
         """(arena rows, pages) for all blocks the request can use."""
-        prefixes = (request.first_prefix, request.last_prefix)
-        rows = sum(ResidentSet.required_rows(self.offload, request.block_length, *prefixes))
-        return rows, self.memory.pages_for(request.last_prefix)
+        return request.required_rows(self.offload), self.memory.pages_for(request.stored_positions)
 
     def _connect(self) -> None:
         """Make the retriever anew when the store was replaced."""
@@ -278,10 +283,7 @@ class Engine:
         request.slot = table.take(tokens, masked, request.params, request.windows)
         request.block = request.selected_block = request.prompt_blocks
         request.left = int(masked.sum())
-        seed = request.params.seed
-        if seed is None:
-            seed = int(torch.randint(2**62, (), generator=self._seeds))
-        request.generator = request_generator(device, seed)
+        request.generator = self._generator(request)
         retriever = self.retriever
         prefix = to_device(np.array(request.prompt_ids[: request.prefix], dtype=np.int64), device)
         request.prefill = PrefillTask(
@@ -294,6 +296,13 @@ class Engine:
             None if retriever is None else retriever.row_store(request),
             self.first_scores,
         )
+
+    def _generator(self, request: Request) -> torch.Generator:
+        """The request's own, from its seed or from one that is drawn."""
+        seed = request.params.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, (), generator=self._seeds))
+        return request_generator(self.model.device, seed)
 
     def _prefill(self, progress: ProgressCallback | None) -> list[Request]:
         request = self.scheduler.prefilling()

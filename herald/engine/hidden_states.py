@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ class HiddenStates:
         tokens: int64 [n] on the device.
         hidden_size: of a position.
         dtype: of the hidden states.
-        starts: first positions of the chunks, ascending from 0; all as long as the first, the last may be
-            shorter.
+        starts: first positions of the chunks, ascending from 0.
+        reads: how often each layer takes all chunks; the last time they are changed.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class HiddenStates:
         hidden_size: int,
         dtype: torch.dtype,
         starts: list[int],
+        reads: int = 1,
     ) -> None:
         self._embed = embed
+        self._reads = reads
         self._tokens = tokens
         self._edges = [*starts, tokens.numel()]
         self._turn = 0
@@ -50,7 +53,7 @@ class HiddenStates:
             return
         device = tokens.device
         self._cuda = device.type == "cuda"
-        size = self._edges[1]
+        size = max(end - begin for begin, end in pairwise(self._edges))
         self._buffers = torch.empty(BUFFERS, size, hidden_size, dtype=dtype, device=device)
         self._in: Any = torch.cuda.Stream(device) if self._cuda else None
         self._out: Any = torch.cuda.Stream(device) if self._cuda else None
@@ -62,8 +65,12 @@ class HiddenStates:
         self._slab = HostSlab(num_bytes, self._cuda, register_bytes=whole)
         self._host = self._slab.tensor(dtype, (tokens.numel(), hidden_size))
 
-    def take(self, layer: int, chunk: int) -> torch.Tensor:
-        """A chunk's input of a layer, [c, hidden_size] on the device; takes follow each other in order."""
+    def take(self, layer: int, chunk: int, read: int = 0) -> torch.Tensor:
+        """A chunk's input of a layer, [c, hidden_size] on the device; takes follow each other in order.
+
+        Args:
+            read: how often the layer took all chunks before.
+        """
         begin, end = self._edges[chunk], self._edges[chunk + 1]
         if self._whole is not None:
             return self._whole[begin:end]
@@ -75,18 +82,25 @@ class HiddenStates:
         else:
             self._wait(self._loaded[buffer])
         following = (chunk + 1) % (len(self._edges) - 1)
-        if layer > 0 or following == 0:
+        if layer > 0 or (following == 0 and read == self._reads - 1):
             self._load(following, (buffer + 1) % BUFFERS)
         return hidden
 
-    def give_back(self, chunk: int) -> None:
-        """The chunk that was taken last holds its layer's output, by work on the current stream."""
+    def give_back(self, chunk: int, changed: bool = True) -> None:
+        """The chunk that was taken last holds its layer's output, by work on the current stream.
+
+        Args:
+            changed: False where it still holds the layer's input, to be taken once more.
+        """
         if self._whole is not None:
             return
         buffer = self._turn % BUFFERS
         self._turn += 1
         begin, end = self._edges[chunk], self._edges[chunk + 1]
         done = self._event()
+        if not changed:
+            self._left[buffer] = done
+            return
         with torch.cuda.stream(self._out):
             self._wait(done)
             self._host[begin:end].copy_(self._buffers[buffer, : end - begin], non_blocking=True)

@@ -10,13 +10,19 @@ from herald.sampling_params import SamplingParams
 
 
 def check_prompt(
-    prompt_ids: Sequence[int], params: SamplingParams, block: int, config: ModelConfig, limit: int
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    block: int,
+    config: ModelConfig,
+    limit: int,
+    output: int = 0,
 ) -> None:
     """Refuse a prompt that could never run.
 
     Args:
         block: block length of the request.
         limit: positions a request may use.
+        output: of them those that the output takes, 0 for ``max_tokens``.
 
     Raises:
         InvalidOption: no tokens, or one that is not in the vocabulary.
@@ -28,10 +34,11 @@ def check_prompt(
     bad = next((t for t in prompt_ids if not 0 <= t < vocab), None)
     if bad is not None:
         raise InvalidOption(f"token id {bad} is not in the vocabulary", f"use ids from 0 to {vocab - 1}")
-    needed = -(-(len(prompt_ids) + params.max_tokens) // block) * block
+    output = output or params.max_tokens
+    needed = -(-(len(prompt_ids) + output) // block) * block
     if needed <= limit:
         return
-    room = limit // block * block - params.max_tokens
+    room = limit // block * block - output
     remedy = f"use at most {room:,} prompt tokens, a smaller max_tokens"
     if room < 1:
         remedy = f"use max_tokens below {limit // block * block:,}"

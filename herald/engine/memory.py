@@ -118,7 +118,9 @@ class EngineMemory:
         self.model = model
         self.config = config
         shape = model.config
-        page_size = choose_page_size(shape.block_length, config.page_size)
+        # rows of a canvas's prompt are sent by pages, whatever its blocks are
+        block = 1 if shape.full_attention else shape.block_length
+        page_size = choose_page_size(block, config.page_size)
         self.layout = RowLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, page_size, model.dtype)
         self.arena = DeviceArena(
             shape.num_layers, shape.num_kv_heads, shape.head_dim, 0, model.dtype, model.device, poison

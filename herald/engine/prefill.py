@@ -212,23 +212,34 @@ class PrefillTask:
         return phases
 
     def _choose(self, q: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Exact first selection of a layer: int64 [kv_heads, T(n)], ascending.
-
-        Args:
-            q: [B, heads, head_dim]. lse: [B, heads]. rows: [kv_heads, n, 2 * head_dim].
-        """
-        resident = self.resident
-        size = resident.size_for(self.prefix)
-        if size == self.prefix:
-            everything = torch.arange(self.prefix, device=rows.device)
-            return everything.expand(rows.shape[0], -1)
-        first, last, _ = resident.candidates(self.prefix)
-        scale = self.model.softmax_scale
+        """Exact first selection of a layer: int64 [kv_heads, T(n)], ascending."""
         votes = lse.masked_fill(~self.asking.unsqueeze(1), NO_VOTE)
-        scores = self.scores(q, votes, rows, scale, (first, last))
-        scores[:, :first] = float("inf")
-        scores[:, last:] = float("inf")
-        return torch.topk(scores, size, dim=1, sorted=False).indices.sort(dim=1).values
+        return choose_exactly(self.resident, q, votes, rows, self.model.softmax_scale, self.scores)
+
+
+def choose_exactly(
+    resident: ResidentSet,
+    q: torch.Tensor,
+    lse: torch.Tensor,
+    rows: torch.Tensor,
+    scale: float,
+    scores_of: FirstScores,
+) -> torch.Tensor:
+    """The set of a layer while all its rows are on the device: int64 [kv_heads, T(n)], ascending.
+
+    Args:
+        q: [B, heads, head_dim]. lse: [B, heads], `NO_VOTE` for a query that does not count.
+        rows: [kv_heads, n, 2 * head_dim].
+    """
+    prefix = rows.shape[1]
+    size = resident.size_for(prefix)
+    if size == prefix:
+        return torch.arange(prefix, device=rows.device).expand(rows.shape[0], -1)
+    first, last, _ = resident.candidates(prefix)
+    scores = scores_of(q, lse, rows, scale, (first, last))
+    scores[:, :first] = float("inf")
+    scores[:, last:] = float("inf")
+    return torch.topk(scores, size, dim=1, sorted=False).indices.sort(dim=1).values
 
 
 def first_block(prompt: list[int], block_length: int, mask_id: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,24 @@ if TYPE_CHECKING:
 
 # Lanes whose logits are alive at once: 32 positions of 152K tokens take 10 MB each.
 HEAD_LANES = 8
+
+
+def record_graph(run: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """``run`` as a CUDA graph. It runs once before, on inputs that change nothing.
+
+    Args:
+        pool: handle of the memory that all graphs share; they never run at the same time.
+        stream: to record on, one for all graphs: cuBLAS keeps a workspace for every stream it has seen.
+    """
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        run()  # compiles kernels and sets libraries up, which a recording must not do
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads copy and allocate meanwhile; only this one is held to what a recording allows.
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        run()
+    return graph
 
 
 class StepProgram:
@@ -58,21 +77,8 @@ class StepProgram:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def record(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Record the run as a CUDA graph, on inputs that are all padding and so change nothing.
-
-        Args:
-            pool: handle of the memory that all graphs share; they never run at the same time.
-            stream: to record on, one for all graphs: cuBLAS keeps a workspace for every stream it has seen.
-        """
-        stream.wait_stream(torch.cuda.current_stream(self.inputs.device))
-        with torch.cuda.stream(stream):
-            self._run()  # compiles kernels and sets libraries up, which a recording must not do
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads copy and allocate meanwhile; only this one is held to what a recording allows.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._run()
-        self._graph = graph
+        """Record the run, on inputs that are all padding; see `record_graph`."""
+        self._graph = record_graph(self._run, pool, stream)
 
     def run(self, inputs: torch.Tensor | None) -> None:
         """One step on the current stream.

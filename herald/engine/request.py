@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from herald.decode import DecodePolicy, StopChecker
+from herald.config import OffloadConfig
+from herald.decode import Policy, StopChecker
+from herald.decode.policy import DecodePolicy
+from herald.engine.arena import DeviceArena
 from herald.engine.lookahead import Pace
+from herald.engine.resident import ResidentSet
 from herald.errors import HeraldError
 from herald.outputs import FinishReason
 from herald.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from herald.engine.prefill import PrefillTask
-    from herald.engine.resident import ResidentSet
     from herald.engine.retriever import Selection
     from herald.engine.selection_clock import SelectionTimes
 
@@ -87,7 +90,7 @@ class Request:
     block_length: int
     eos_token_ids: tuple[int, ...]
     checker: StopChecker
-    policy: DecodePolicy
+    policy: Policy
     prompt: str | None = None
     windows: tuple[int, ...] = ()
     leads: bool = False
@@ -154,6 +157,7 @@ class Request:
     @cached_property
     def quotas(self) -> list[int]:
         """Positions that each step of a block commits at least."""
+        assert isinstance(self.policy, DecodePolicy)
         return self.policy.quotas(self.block_length, self.params)
 
     @property
@@ -208,6 +212,24 @@ class Request:
     def prompt_in_block(self, block: int) -> int:
         """Prompt tokens at the head of a block."""
         return min(max(len(self.prompt_ids) - block * self.block_length, 0), self.block_length)
+
+    def prefix_of(self, block: int) -> int:
+        """Positions that a selection for a block is made from."""
+        return block * self.block_length
+
+    @property
+    def stored_positions(self) -> int:
+        """Positions whose rows the host pool takes, in the end."""
+        return self.last_prefix
+
+    def required_rows(self, offload: OffloadConfig) -> int:
+        """Rows of the arena for all blocks the request can use."""
+        prefixes = (self.first_prefix, self.last_prefix)
+        return sum(ResidentSet.required_rows(offload, self.block_length, *prefixes))
+
+    def make_resident(self, arena: DeviceArena, offload: OffloadConfig) -> ResidentSet:
+        """The resident set, with its rows. Raises MemoryError when the arena has no range for them now."""
+        return ResidentSet(arena, offload, self.block_length, self.first_prefix, self.last_prefix)
 
     def drop_prefill(self) -> None:
         """Let go of the prefill, and of its memory if it was given up half-way."""

@@ -79,6 +79,7 @@ class ResidentSet:
         config: sizes of the set; with ``enabled=False`` the set is the whole prefix.
         block_length: B.
         first_prefix, last_prefix: positions before the first and the last block it decodes.
+        lead: rows of the arena right before the slots that are the request's too.
     """
 
     def __init__(
@@ -88,15 +89,17 @@ class ResidentSet:
         block_length: int,
         first_prefix: int,
         last_prefix: int,
+        lead: int = 0,
     ) -> None:
         self.arena = arena
         self.config = config
         self.block_length = block_length
         self.num_slots, self.num_staging = self.required_rows(config, block_length, first_prefix, last_prefix)
-        start = arena.allocate(self.num_slots + self.num_staging)
+        self.lead = lead
+        start = arena.allocate(lead + self.num_slots + self.num_staging)
         if start is None:
             raise MemoryError("the arena has no free range of that size")
-        self.row_start = start
+        self.row_start = start + lead
         self.length = 0
         self.version = 0
         self.prefix = 0
@@ -119,7 +122,7 @@ class ResidentSet:
 
     @property
     def num_bytes(self) -> int:
-        return (self.num_slots + self.num_staging) * self.arena.bytes_per_slot
+        return (self.lead + self.num_slots + self.num_staging) * self.arena.bytes_per_slot
 
     @property
     def num_rows(self) -> int:
@@ -285,7 +288,7 @@ class ResidentSet:
         """Give the rows back. Idempotent."""
         if not self._released:
             self._released = True
-            self.arena.release(self.row_start, self.num_slots + self.num_staging)
+            self.arena.release(self.row_start - self.lead, self.lead + self.num_slots + self.num_staging)
 
     def _read_first_set(self) -> None:
         if self._first_copy is None:

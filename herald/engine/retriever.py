@@ -188,7 +188,7 @@ class Retriever:
             own_rows_due: see `Selection`; false for the block that is being denoised already.
             after: event after which queries and lse are there, None on a CPU.
         """
-        prefix = block * request.block_length
+        prefix = request.prefix_of(block)
         source = (queries, lse)
         sent = self._sender.submit(self._send, source, after) if queries.is_cuda else None
         worker = next(self._turns)

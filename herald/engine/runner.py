@@ -17,7 +17,7 @@ from herald_kernels import qk_norm_rope
 
 
 @lru_cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
     """The one stream of a process that records graphs on a device."""
     return torch.cuda.Stream(device)
 
@@ -39,7 +39,7 @@ class LaneRunner:
         self._final_rows: dict[tuple[int, int], torch.Tensor] = {}
         self._captured: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._graph_pool: Any = None
-        self._recording_stream: Any = _recording_stream(model.device) if self.use_graphs else None
+        self._recording_stream: Any = recording_stream(model.device) if self.use_graphs else None
 
     @property
     def programs(self) -> Collection[StepProgram]:

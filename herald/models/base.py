@@ -75,7 +75,9 @@ class BlockModel(ABC):
         return self.rotary(positions)
 
     def dense_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """One forward of a whole sequence from position 0, block-causal, in plain torch.
+        """One forward of a whole sequence from position 0, in plain torch.
+
+        Block-causal, or with ``full_attention`` bidirectional.
 
         The truth that faster paths are held to; memory grows with the square of the length.
 

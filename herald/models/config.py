@@ -32,12 +32,13 @@ class ModelConfig:
         max_position_embeddings: positions of the training; see `max_positions` for the limit.
         qk_norm: RMSNorm on every query and key head before the rotation.
         attention_bias: biases on the query, key, value and output projections.
-        block_length: positions denoised together.
+        block_length: positions denoised together; 0 for all of a request's output, with ``full_attention``.
         mask_token_id: the token a position holds until it is committed.
         eos_token_ids: any of them ends a sequence.
         dtype: of the checkpoint's weights.
         partial_rotary_factor: share of each head that is rotated, from its first dimension on.
         moe: experts in the place of MLPs, None for a dense model.
+        full_attention: every position sees every position; otherwise none sees beyond its block.
         shifted: see `herald.models.registry.Family`.
         fp8: how e4m3 weights are stored, None where there are none.
     """
@@ -65,6 +66,7 @@ class ModelConfig:
     dtype: torch.dtype
     partial_rotary_factor: float = 1.0
     moe: MoeConfig | None = None
+    full_attention: bool = False
     shifted: bool = False
     fp8: Fp8Layout | None = None
 
@@ -91,7 +93,7 @@ class ModelConfig:
         rotates = 0 < factor <= 1 and self.rotary_dim >= 2 and self.rotary_dim % 2 == 0
         check(rotates, "partial_rotary_factor", factor, "use a share of the head, such as 0.5 or 1.0")
         check(
-            1 <= self.block_length <= self.max_position_embeddings,
+            (0 if self.full_attention else 1) <= self.block_length <= self.max_position_embeddings,
             "block_length",
             self.block_length,
             "use the length the checkpoint was trained with, such as 4 or 32",
@@ -174,6 +176,7 @@ def read_config(
         "use None for the checkpoint's, or a token id",
     )
     family = find_family(names(raw, "architectures"))
+    raw = _usual_keys(raw, family)
     _refuse_unsupported(raw, family)
 
     num_heads = integer(raw, "num_attention_heads")
@@ -207,9 +210,16 @@ def read_config(
         dtype=_dtype(raw),
         partial_rotary_factor=number(raw | table(raw, "rope_parameters"), "partial_rotary_factor", 1.0),
         moe=None if family.router is None else read_moe(raw, family.router),
+        full_attention=family.full_attention,
         shifted=family.shifted,
         fp8=read_fp8(raw),
     )
+
+
+def _usual_keys(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The configuration with the family's own keys under their usual names too."""
+    own = {usual: raw[key] for usual, key in family.renamed if raw.get(key) is not None}
+    return {**raw, **own}
 
 
 def _either(key: str, generation: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
@@ -239,6 +249,9 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
         value = raw.get(key)
         remedy = f"only checkpoints with {key}={expected!r} are supported"
         check(value is None or value == expected, key, value, remedy)
+    sparse = raw.get("moe_layer_freq")
+    only = isinstance(sparse, list) and any(each != 1 for each in sparse)
+    check(not only, "moe_layer_freq", sparse, "only checkpoints with experts in every layer are supported")
     activation = raw.get("hidden_act", "silu")
     check(activation == "silu", "hidden_act", activation, "only 'silu' checkpoints are supported")
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None

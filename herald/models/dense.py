@@ -36,7 +36,8 @@ def dense_logits(model: BlockModel, input_ids: torch.Tensor) -> torch.Tensor:
     config = model.config
     counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
     num_positions = len(input_ids)
-    visible = block_causal(num_positions, config.block_length, model.device)
+    block = num_positions if config.full_attention else config.block_length
+    visible = block_causal(num_positions, block, model.device)
     cos, sin = model.rope(torch.arange(num_positions, device=model.device))
     hidden = model.embed(input_ids.to(model.device))
     for layer in range(config.num_layers):

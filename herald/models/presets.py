@@ -81,6 +81,71 @@ LLADA2_MINI = ModelConfig(
     ),
 )
 
+LLADA_8B = ModelConfig(
+    family="llada",
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    vocab_size=126464,
+    rms_norm_eps=1e-5,
+    rope_theta=5e5,
+    rope_scaling=None,
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+    qk_norm=False,
+    attention_bias=False,
+    block_length=32,
+    mask_token_id=126336,
+    eos_token_ids=(126081,),
+    bos_token_id=None,
+    pad_token_id=126081,
+    dtype=torch.bfloat16,
+    full_attention=True,
+)
+
+LLADA_MOE = replace(
+    LLADA_8B,
+    family="llada_moe",
+    num_layers=16,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_heads=16,
+    num_kv_heads=16,
+    vocab_size=157184,
+    rope_theta=5e4,
+    max_position_embeddings=8192,
+    qk_norm=True,
+    mask_token_id=156895,
+    eos_token_ids=(156892,),
+    pad_token_id=156892,
+    moe=MoeConfig(
+        score="softmax", num_experts=64, experts_per_token=8, intermediate_size=1024, normalise=False
+    ),
+)
+
+DREAM_7B = replace(
+    LLADA_8B,
+    family="dream",
+    num_layers=28,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_heads=28,
+    num_kv_heads=4,
+    vocab_size=152064,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_embeddings=131072,
+    block_length=0,
+    mask_token_id=151666,
+    eos_token_ids=(151643,),
+    bos_token_id=151643,
+    pad_token_id=151643,
+    shifted=True,
+)
+
 
 def _fast_dllm_v2(
     hidden_size: int, intermediate_size: int, num_heads: int, num_kv_heads: int, vocab_size: int, tied: bool
@@ -119,6 +184,9 @@ PRESETS: dict[str, ModelConfig] = {
     "llada2-mini": LLADA2_MINI,
     "fast-dllm-v2-1.5b": _fast_dllm_v2(1536, 8960, 12, 2, 151936, tied=True),
     "fast-dllm-v2-7b": _fast_dllm_v2(3584, 18944, 28, 4, 152064, tied=False),
+    "llada-8b": LLADA_8B,
+    "llada-moe": LLADA_MOE,
+    "dream-7b": DREAM_7B,
 }
 
 

@@ -37,7 +37,8 @@ class Family:
         architectures: the names in ``config.json`` that mean this family.
         model: ``"module:class"`` of its `BlockModel`.
         block_length_keys: keys of ``config.json`` that may hold the block length, first one wins.
-        block_length: block length of released checkpoints whose configuration is silent.
+        block_length: block length of released checkpoints whose configuration is silent; 0 for the whole
+            canvas, with ``full_attention``.
         mask_token_id: mask token of released checkpoints whose configuration is silent.
         qk_norm: whether queries and keys pass an RMSNorm for each head.
         eos_token_ids: end tokens of released checkpoints that name none.
@@ -46,6 +47,8 @@ class Family:
         shifted: row i - 1 of the logits predicts position i, as in the autoregressive model it was made from;
             a block's first token comes from the last row before it.
         fixed: keys of ``config.json`` that must have this value where they have one; no other is built.
+        full_attention: every position sees every position, later ones too.
+        renamed: (usual key, key of this family) of ``config.json``.
         title: as its authors write it.
         paper: arXiv id.
         hub_ids: released checkpoints.
@@ -65,6 +68,8 @@ class Family:
     policy: str = "quota"
     shifted: bool = False
     fixed: tuple[tuple[str, Any], ...] = ()
+    full_attention: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
     title: str = ""
     paper: str = ""
     hub_ids: tuple[str, ...] = ()
@@ -160,6 +165,96 @@ FAMILIES: tuple[Family, ...] = (
         paper="2509.26328",
         hub_ids=("Efficient-Large-Model/Fast_dLLM_v2_1.5B", "Efficient-Large-Model/Fast_dLLM_v2_7B"),
         golden=("fast_dllm_v2", "fast_dllm_v2_bd8_tied"),
+        verified=("logits", "tokens", "offload"),
+    ),
+    Family(
+        name="llada",
+        architectures=("LLaDAModelLM",),
+        model="herald.models.llada:LladaModel",
+        block_length_keys=("block_length",),
+        block_length=32,
+        mask_token_id=126336,
+        qk_norm=False,
+        policy="llada",
+        full_attention=True,
+        renamed=(
+            ("hidden_size", "d_model"),
+            ("intermediate_size", "mlp_hidden_size"),
+            ("num_hidden_layers", "n_layers"),
+            ("num_attention_heads", "n_heads"),
+            ("num_key_value_heads", "n_kv_heads"),
+            ("max_position_embeddings", "max_sequence_length"),
+            ("vocab_size", "embedding_size"),  # the table's rows; the tokenizer may have fewer
+            ("hidden_act", "activation_type"),
+            ("tie_word_embeddings", "weight_tying"),
+        ),
+        fixed=(
+            ("block_type", "llama"),
+            ("block_group_size", 1),
+            ("layer_norm_type", "rms"),
+            ("rope", True),
+            ("alibi", False),
+            ("attention_layer_norm", False),
+            ("bias_for_layer_norm", False),
+            ("include_bias", False),
+            ("include_qkv_bias", False),
+            ("input_emb_norm", False),
+            ("multi_query_attention", False),
+            ("scale_logits", False),
+        ),
+        title="LLaDA, LLaDA-1.5",
+        paper="2502.09992",
+        hub_ids=("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"),
+        golden=("llada",),
+        verified=("logits", "tokens", "offload"),
+    ),
+    Family(
+        name="llada_moe",
+        architectures=("LLaDAMoEModelLM",),
+        model="herald.models.llada_moe:LladaMoeModel",
+        block_length_keys=("block_length",),
+        block_length=32,
+        mask_token_id=156895,
+        qk_norm=True,
+        eos_token_ids=(156892,),
+        router="softmax",
+        policy="llada",
+        full_attention=True,
+        renamed=(
+            ("intermediate_size", "dense_intermediate_size"),
+            ("moe_intermediate_size", "expert_intermediate_size"),
+        ),
+        fixed=(
+            ("qk_layernorm", True),
+            ("attention_bias", False),
+            ("moe_router_score_function", "softmax"),
+            ("moe_router_enable_expert_bias", False),
+            ("routed_scaling_factor", 1),
+            ("shared_expert_intermediate_size", 0),
+            ("clip_qkv", None),
+        ),
+        title="LLaDA-MoE",
+        paper="2509.24389",
+        hub_ids=("inclusionAI/LLaDA-MoE-7B-A1B-Base", "inclusionAI/LLaDA-MoE-7B-A1B-Instruct"),
+        golden=("llada_moe",),
+        verified=("logits", "tokens", "offload"),
+    ),
+    Family(
+        name="dream",
+        architectures=("DreamModel",),
+        model="herald.models.dream:DreamModel",
+        block_length_keys=("block_length",),
+        block_length=0,
+        mask_token_id=151666,
+        qk_norm=False,
+        policy="dream",
+        full_attention=True,
+        shifted=True,
+        fixed=(("use_mrope", False),),
+        title="Dream",
+        paper="2508.15487",
+        hub_ids=("Dream-org/Dream-v0-Base-7B", "Dream-org/Dream-v0-Instruct-7B"),
+        golden=("dream",),
         verified=("logits", "tokens", "offload"),
     ),
 )

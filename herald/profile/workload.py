@@ -67,7 +67,7 @@ def run_workload(
     Raises:
         HeraldError: as `LLM.generate`.
     """
-    block = params.block_length or llm.model.config.block_length
+    block = params.block_length or llm.model.config.block_length or params.max_tokens
     short = replace(params, max_tokens=min(params.max_tokens, WARM_UP_BLOCKS * block))
     llm.generate(prompt_token_ids=[prompts[0][:WARM_UP_TOKENS]], sampling_params=short)
     _settle(llm)

@@ -17,6 +17,7 @@ SDAR_FOLDERS = ("sdar_b4", "sdar_b8")
 LLADA2_FOLDERS = ("llada2_moe", "llada21_moe", "llada21_moe_mask_top")
 MOE_FOLDERS = ("sdar_moe", *LLADA2_FOLDERS)
 FAST_FOLDERS = ("fast_dllm_v2", "fast_dllm_v2_bd8_tied")
+FULL_FOLDERS = ("llada", "llada_moe", "dream")
 LOGITS_TOLERANCE = 2e-4
 
 
@@ -40,6 +41,11 @@ def golden_model(
     about = description(folder)
     block = about["logits"]["B"] if block_length is None else block_length
     return load_model(GOLDEN / folder, device, dtype, block, about["mask_id"])
+
+
+def full_model(folder: str, device: str = "cpu", dtype: torch.dtype | None = torch.float32) -> BlockModel:
+    """A checkpoint with full attention, with the mask token of its expected results."""
+    return load_model(GOLDEN / folder, device, dtype, mask_token_id=description(folder)["mask_id"])
 
 
 def decode_cases(*folders: str) -> list[tuple[str, dict[str, Any]]]:

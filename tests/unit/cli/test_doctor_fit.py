@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from herald.config import OffloadConfig
@@ -116,3 +118,20 @@ def test_a_cpu_shares_one_memory() -> None:
     both = sum(count(SDAR_8B, fit.memory_tokens, OffloadConfig()) for count in (host_bytes, device_bytes))
     assert 39 * GIB < both <= 40 * GIB
     assert fit.host_tokens == fit.device_tokens
+
+
+def test_families_with_full_attention_keep_no_rows_on_the_host() -> None:
+    shape = dataclasses.replace(SDAR_8B, full_attention=True)
+    config, long = OffloadConfig(kv_budget=0.08), 1 << 20
+    assert host_bytes(shape, 1024, config) == 0
+    assert host_bytes(shape, long, config) == long * 4096 * 2
+    # one layer's rows, hidden states and queries beside the set and what a refresh brings
+    one_layer = long * (8 * 2 * 128 * 2 + 8 * 16)
+    resident = 2 * config.resident_rows(long) * shape.kv_bytes
+    assert (
+        device_bytes(shape, long, config)
+        == 16 * GIB + WORKSPACE_BYTES + resident + 2 * KEPT_BYTES + one_layer
+    )
+    assert dense_device_bytes(shape, long) - dense_device_bytes(SDAR_8B, long) == long * shape.layer_kv_bytes
+    fit = fit_context(shape, 64 * GIB, 80 * GIB, config)
+    assert fit.memory_tokens > fit.dense_tokens and fit.limited_by == "model"

@@ -38,15 +38,16 @@ def test_every_family_from_its_config_alone(family: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_parts_of_a_plan(name: str) -> None:
-    found = plan(name, 32768)
+    context = min(32768, PRESETS[name].max_positions)
+    found = plan(name, context)
     shape, config = shape_of(name, PRESETS[name], 2), OffloadConfig()
     assert found["weight_bytes"] == 2 * num_parameters(PRESETS[name])
     parts = ("weight_bytes", "workspace_bytes", "prefill_bytes", "resident_bytes", "staging_bytes")
-    assert sum(found[part] for part in parts) == device_bytes(shape, 32768, config)
-    assert found["host_bytes"] + found["prefill_host_bytes"] == host_bytes(shape, 32768, config)
-    block = PRESETS[name].block_length
-    assert found["resident_rows"] >= set_size(config, block, 32768 - block)
-    assert found["staging_rows"] >= staging_rows(config, block, 32768 - 8 * block, 32768 - block)
+    assert sum(found[part] for part in parts) == device_bytes(shape, context, config)
+    assert found["host_bytes"] + found["prefill_host_bytes"] == host_bytes(shape, context, config)
+    block = PRESETS[name].block_length or 1
+    assert found["resident_rows"] >= set_size(config, block, context - block)
+    assert found["staging_rows"] >= staging_rows(config, block, context - 8 * block, context - block)
 
 
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:

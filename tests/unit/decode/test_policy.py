@@ -77,7 +77,7 @@ def test_only_fast_dllm_has_sub_blocks() -> None:
 def test_only_llada2_edits() -> None:
     params = SamplingParams(editing_threshold=0.0)
     policy_of("llada2_moe").check(params)
-    for family in ("sdar", "sdar_moe"):
+    for family in ("sdar", "sdar_moe", "llada", "llada_moe", "dream"):
         policy_of(family).check(SamplingParams())
         with pytest.raises(InvalidOption, match=r"editing_threshold=0\.0.*LLaDA2\.1"):
             policy_of(family).check(params)

@@ -135,3 +135,25 @@ def test_damaged_files_are_a_typed_error(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{")
     with pytest.raises(WeightsError, match="tokenizer in"):
         Tokenizer(tmp_path)
+
+
+def test_dreams_own_class_is_read_without_its_code(tmp_path: Path) -> None:
+    """Dream has vocab.json and merges.txt, and a class that is Python beside the checkpoint."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate([*symbols, "he", "hel"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\nhe l\n")
+    special = {"content": "<|endoftext|>", "special": True, "lstrip": False, "rstrip": False}
+    settings = {
+        "tokenizer_class": "DreamTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        "added_tokens_decoder": {"300": special | {"normalized": False, "single_word": False}},
+        "eos_token": "<|endoftext|>",
+        "chat_template": "{% for m in messages %}[{{ m.content }}]{% endfor %}",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer(tmp_path)
+    ids = tokenizer.encode("hello é<|endoftext|>")
+    assert ids[0] == vocabulary["hel"] and ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids) == "hello é"
+    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "hello"}])) == "[hello]"

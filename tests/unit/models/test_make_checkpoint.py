@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench_longctx.make_checkpoint import main
-from herald.models import load_model, read_config
+from herald.models import PRESETS, load_model, read_config
 from herald.models.decoder import DecoderModel
 from herald.models.sdar import SdarModel
 
@@ -85,6 +85,20 @@ def test_experts(tmp_path: Path) -> None:
     experts = model.layers[2].experts
     assert experts is not None and experts.gate_up.shape == (16, 48, 64)
     assert experts.router.dtype == torch.float32 and experts.router.std().item() > 0.01
+    assert model.dense_logits(torch.arange(40)).isfinite().all()
+
+
+@pytest.mark.parametrize("preset", ["llada-8b", "llada-moe", "dream-7b"])
+def test_families_with_full_attention(tmp_path: Path, preset: str) -> None:
+    more = ["--experts", "8", "--experts-per-token", "2", "--moe-intermediate", "24"]
+    chosen = more if preset == "llada-moe" else []
+    assert main([str(tmp_path), *SMALL, "--device", "cpu", "--preset", preset, *chosen]) == 0
+    model = load_model(tmp_path)
+    assert isinstance(model, DecoderModel)
+    wanted = PRESETS[preset]
+    assert (model.config.family, model.config.block_length) == (wanted.family, wanted.block_length)
+    assert model.config.full_attention and model.config.shifted == wanted.shifted
+    assert model.config.rms_norm_eps == wanted.rms_norm_eps
     assert model.dense_logits(torch.arange(40)).isfinite().all()
 
 

@@ -230,6 +230,9 @@ def test_every_family_names_a_model_class() -> None:
         ("sdar-8b", 8.19, 8.19),
         ("sdar-30b-a3b", 30.53, 3.35),
         ("llada2-mini", 16.26, 1.43),
+        ("llada-8b", 8.02, 8.02),
+        ("llada-moe", 7.36, 1.72),
+        ("dream-7b", 7.62, 7.62),
     ],
 )
 def test_presets_have_the_published_size(name: str, billions: float, active: float) -> None:
