@@ -82,6 +82,7 @@ class OffloadConfig:
             request with a fixed number of steps has to have such a step, and a block that ends before it
             (with a threshold, or begun by the prompt) selects at its end.
         refresh_lag: steps that selection and transfer of a refresh may take; the block waits for them then.
+            With 0 the step that refreshes commits only when it has its rows: one more forward, and an exposed wait.
         on_late: ``"wait"`` for a selection that is not there when its block begins, or
             ``"proceed"`` with the old set and apply it when it lands.
         difference_only: move only rows that are not resident yet; False moves the whole selection
@@ -142,7 +143,7 @@ class OffloadConfig:
             "use 'draft' or 'block'",
         )
         check(self.refresh_step >= 0, "refresh_step", self.refresh_step, "use 0 for never, or 1 or more")
-        check(self.refresh_lag >= 1, "refresh_lag", self.refresh_lag, "use 1 or more")
+        check(self.refresh_lag >= 0, "refresh_lag", self.refresh_lag, "use 0 or more")
         check(self.on_late in ("wait", "proceed"), "on_late", self.on_late, "use 'wait' or 'proceed'")
         check(
             self.page_size >= 0, "page_size", self.page_size, "use 0 (automatic) or a multiple of the block"

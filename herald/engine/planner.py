@@ -149,6 +149,8 @@ class StepPlanner:
             request.block += 1
             request.step = 0
             request.left = request.block_length
+        elif self._selects_first(request):
+            return self._plan_own_selection(request, table, plan)
         elif resident.config.refresh_step == 0 or self._refresh_lands(request):
             self._apply_late(request)
         if request.waits_since is not None:
@@ -227,6 +229,17 @@ class StepPlanner:
         plan.capture_lane.append(masks)
         return Part(request, request.block, -1, lanes=2, captures=request.block + 1)
 
+    def _plan_own_selection(self, request: Request, table: BlockTable, plan: StepPlan) -> Part:
+        """The block's lane, which only selects for the step that comes; what that takes is exposed."""
+        assert request.resident is not None
+        request.refreshed_block = request.block
+        if request.waits_since is None:
+            request.waits_since = time.perf_counter()
+        source, start = table.tokens_row(request.slot), request.resident.row_start
+        own = plan.add_lane(source, request.prefix, start, request.resident.length)
+        plan.capture_lane.append(own)
+        return Part(request, request.block, -1, lanes=1, captures=request.block, own_rows_due=False)
+
     def _update_of(self, request: Request, prefix: int) -> SetUpdate | None:
         """The rows of the block that begins, None where the set only grows or the rows are late."""
         assert request.resident is not None
@@ -253,8 +266,19 @@ class StepPlanner:
         config = request.resident.config
         if self.retriever is None or not config.refresh_step or request.step != config.refresh_step:
             return False
+        if config.refresh_lag == 0:
+            return False
         more = request.left > request.step_quota
         return more and request.selection is None and request.resident.needs_selection(request.prefix)
+
+    def _selects_first(self, request: Request) -> bool:
+        """Whether the step waits for a refresh from its own queries (``refresh_lag`` 0)."""
+        assert request.resident is not None
+        config = request.resident.config
+        if self.retriever is None or not config.refresh_step or config.refresh_lag:
+            return False
+        due = request.step == config.refresh_step and request.refreshed_block != request.block
+        return due and request.selection is None and request.resident.needs_selection(request.prefix)
 
     def _refresh_lands(self, request: Request) -> bool:
         """Whether a refresh is due in the next step."""

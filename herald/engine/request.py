@@ -79,6 +79,7 @@ class Request:
         times: of that selection, where somebody measures them.
         missed: selections that were given up; their rows may still be on the way.
         selected_block: the last block whose selection was applied.
+        refreshed_block: the last block a step of which selected before it committed (``refresh_lag`` 0).
         stored: the last job that stores or indexes rows of the request; a selection comes after it.
         store_error: what went wrong when rows were stored or indexed; the next selection raises it.
         output_ids: tokens of finished blocks, cut where the output ends.
@@ -118,6 +119,7 @@ class Request:
     unread: int = 0
     waits_since: float | None = None
     selected_block: int = -1
+    refreshed_block: int = -1
     pace: Pace = field(default_factory=Pace)
     selection: Selection | None = None
     times: SelectionTimes | None = None

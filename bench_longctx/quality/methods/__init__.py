@@ -7,6 +7,7 @@ from bench_longctx.quality.methods.centre import Centre
 from bench_longctx.quality.methods.dense import Dense
 from bench_longctx.quality.methods.operators import OPERATORS, operator_part
 from bench_longctx.quality.methods.own_queries import (
+    LookaheadHold,
     LookaheadK,
     LookaheadLate,
     LookaheadOne,
@@ -28,6 +29,7 @@ ALL: tuple[Method, ...] = (
     LookaheadK(),
     LookaheadLate(),
     LookaheadRefresh(),
+    LookaheadHold(),
     PreviousBlock(),
     Quest(),
     PartialKeys(),

@@ -5,7 +5,8 @@ timing gives, and nothing is hidden. `lookahead_1` and `lookahead_k` ask for the
 the current one, over the draft of what is still masked, in step 1 or in a step that is given; a block that
 ends sooner falls back to its boundary. `lookahead_late` does so as late as the machine's own times let it:
 its scores are of a machine under the load that it has, and may differ from run to run.
-`lookahead_refresh` selects once more within a block, from the queries of its step 1, for the steps from 2 on.
+`lookahead_refresh` selects once more within a block, from the queries of its step 1, for the steps from 2 on;
+`lookahead_hold` for step 1 itself, which commits nothing before its rows are there.
 """
 
 from __future__ import annotations
@@ -52,3 +53,11 @@ class LookaheadRefresh(Method):
 
     def offload(self, budget: float, switches: Switches) -> OffloadConfig:
         return self.options(budget, switches, refresh_step=1, refresh_lag=1)
+
+
+class LookaheadHold(Method):
+    name = "lookahead_hold"
+    about = "as lookahead_1, and step 1 commits only with the rows that its own queries chose"
+
+    def offload(self, budget: float, switches: Switches) -> OffloadConfig:
+        return self.options(budget, switches, refresh_step=1, refresh_lag=0)
