@@ -290,6 +290,12 @@ def add_offload_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="host pool, such as 16GiB (default: for the longest request)",
     )
+    add(
+        "--prefix-sharing",
+        action=argparse.BooleanOptionalAction,
+        help="let prompts that begin alike share pages, so that a later one skips their prefill "
+        "(default: yes)",
+    )
     add("--transfer", choices=("auto", "zero_copy", "staged"), help="how rows reach a GPU (default: auto)")
     add(
         "--num-threads",
@@ -339,6 +345,7 @@ _OFFLOAD = {
     "lookahead_step": "lookahead_step",
     "on_late": "on_late",
     "host_memory": "host_memory_bytes",
+    "prefix_sharing": "prefix_sharing",
     "transfer": "transfer",
     "num_threads": "num_threads",
     "scan_on_device": "scan_on_device",

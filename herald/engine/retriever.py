@@ -13,12 +13,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,10 @@ from herald.engine.memory import HostStore
 from herald.engine.prefill import RowStore
 from herald.engine.request import Request
 from herald.engine.resident import SetUpdate
+from herald.engine.shared_prefix import SharedPrefixes
 from herald.engine.trace import Span, Trace
+from herald.errors import RequestAborted
+from herald.kvstore.pages import page_runs
 from herald.kvstore.row_values import as_numpy
 from herald.select import BackgroundWorker, SlotGeometry
 from herald.transfer import RowMove, Ticket, verify_rows
@@ -71,6 +74,7 @@ class Retriever:
         store: pool, index, selector and transfer.
         scale: softmax scale of the model.
         trace: receives spans.
+        prefixes: shares the pages of finished prompts and answers; None where nothing is shared.
 
     Attributes:
         arrived: set whenever rows of a selection have arrived; who waits for it clears it first.
@@ -78,8 +82,11 @@ class Retriever:
             None in normal use.
     """
 
-    def __init__(self, store: HostStore, scale: float, trace: Trace) -> None:
+    def __init__(
+        self, store: HostStore, scale: float, trace: Trace, prefixes: SharedPrefixes | None = None
+    ) -> None:
         self.store = store
+        self.prefixes = prefixes if prefixes is not None and prefixes.enabled else None
         self.scale = scale
         self.trace = trace
         self.delay: Callable[[], None] | None = None
@@ -94,6 +101,8 @@ class Retriever:
         self.arrived = threading.Event()
         self._indexers = ThreadPoolExecutor(store.num_threads, thread_name_prefix="herald-index")
         self._bounce = BounceBuffers()
+        self._shared_last: Future[None] | None = None
+        self._retiring: deque[tuple[Request, Future[Future[None]]]] = deque()
         for worker in self._workers:
             worker.submit(self._warm_up)
 
@@ -108,8 +117,48 @@ class Retriever:
         self._indexers.shutdown()
 
     def row_store(self, request: Request) -> RowStore:
-        """Where prefill sends the rows of a request."""
-        return RowStore(partial(self._store_chunk, request), self.store.layout.page_size)
+        """Where a prefill that begins sends its rows, and whence it has those of pages that are shared."""
+        if self.prefixes is not None:
+            self._settle_shared(request)
+            self.prefixes.extend(request)
+        size = self.store.layout.page_size
+        shared = len(request.shared) * size
+        load = partial(self._load_shared, request) if shared else None
+        return RowStore(partial(self._store_chunk, request), size, shared, load)
+
+    def prefilled(self, request: Request) -> None:
+        """All rows of a request's prompt were sent; once they are indexed, others may share them."""
+        request.final_positions = request.first_prefix
+        if self.prefixes is not None:
+            self._shared_last = self._storer.submit(self._share_prompt, request)
+
+    def _settle_shared(self, request: Request) -> None:
+        """Wait for pages on their way: those of prompts, and of answers that the request may go on with."""
+        if self._shared_last is not None:
+            self._shared_last.exception()
+            self._shared_last = None
+        for other, released in list(self._retiring):
+            if (
+                request.prompt_ids[: len(other.prompt_ids)] == other.prompt_ids
+                and released.exception() is None
+            ):
+                released.result().exception()
+
+    def _share_prompt(self, request: Request) -> None:
+        assert self.prefixes is not None
+        if request.store_error is None:
+            self.prefixes.share(request, request.first_prefix)
+
+    def _load_shared(self, request: Request, layer: int, rows: torch.Tensor) -> Ticket:
+        """Bring a layer's rows of the pages that a request shares.
+
+        Args:
+            rows: [kv_heads, shared positions, 2 * head_dim] on the device.
+        """
+        assert request.pages is not None
+        pages, pool = request.pages[: len(request.shared)], self.store.pool.rows[layer]
+        runs = [pool[int(pages[a]) : int(pages[a]) + b - a] for a, b in page_runs(pages)]
+        return self.store.transfer.load_pages(runs, rows, after=_event(rows))
 
     def _store_chunk(self, request: Request, layer: int, start: int, rows: torch.Tensor) -> Ticket:
         """Send a chunk of one layer's prefill KV to the request's pages and index it there.
@@ -156,6 +205,7 @@ class Retriever:
             after: event after which they are there, None on a CPU.
         """
         assert request.pages is not None
+        request.final_positions = prefix
         sent = self._sender.submit(self._send, (rows,), after)
         start = prefix - request.block_length
         page, offset = divmod(start, self.store.layout.page_size)
@@ -211,12 +261,15 @@ class Retriever:
 
     def retire(self, request: Request) -> None:
         """Give back a request's pages and rows once nothing on its way can touch them any more."""
-        self._bringer.submit(self._release, request)
+        while self._retiring and self._retiring[0][1].done() and self._retiring[0][1].result().done():
+            self._retiring.popleft()
+        self._retiring.append((request, self._bringer.submit(self._release, request)))
 
     def drain(self) -> None:
         """Wait for everything submitted so far."""
-        for worker in (self._sender, self._storer, *self._workers, self._bringer, self._receiver):
+        for worker in (self._sender, self._storer, *self._workers, self._bringer, self._receiver, self._storer):
             worker.submit(lambda: None).result()
+        self._retiring.clear()
 
     def _warm_up(self) -> None:
         """Compile what a selection runs while the first prompt is prefilled, not at its first boundary."""
@@ -230,7 +283,8 @@ class Retriever:
         if selector.device_scan is not None:
             selector.device_scan.warm_up()
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request) -> Future[None]:
+        """Give rows back, and have the pages given back behind what the request stored."""
         selections, request.selection = [*request.missed, request.selection], None
         try:
             for selection in selections:
@@ -240,12 +294,29 @@ class Retriever:
                         with suppress(Exception):  # the request is over: nobody is left to tell
                             ticket.wait_host()
         finally:
-            if request.stored is not None:
-                request.stored.exception()
-            if request.pages is not None:
-                self.store.pool.allocator.release(request.pages)
+            released: Future[None] = self._storer.submit(self._release_pages, request)
             if request.resident is not None:
                 request.resident.release()
+        return released
+
+    def _release_pages(self, request: Request) -> None:
+        try:
+            if self.prefixes is not None:
+                self._share_answer(request)
+        finally:
+            if request.pages is not None:
+                self.store.pool.allocator.release(request.pages)
+
+    def _share_answer(self, request: Request) -> None:
+        """Share the pages of a request that ended, those of its answer too."""
+        assert self.prefixes is not None and request.pages is not None
+        ended_well = request.error is None or isinstance(request.error, RequestAborted)
+        first, last = self.prefixes.answer_span(request)
+        if last <= first or not ended_well or request.store_error is not None:
+            return
+        # Their codes were made block by block; whoever shares them gets those of whole pages, as prefill's.
+        self.store.index.append_span(request.pages, first, last, executor=self._indexers)
+        self.prefixes.share(request, last)
 
     def _choose(
         self,
@@ -359,15 +430,6 @@ def _receive(update: Future[SetUpdate]) -> None:
     ticket = update.result().ticket
     if ticket is not None:
         ticket.wait_host()
-
-
-def page_runs(pages: np.ndarray) -> list[tuple[int, int]]:
-    """Index ranges of consecutive page ids: ``[(begin, end)]`` into ``pages``."""
-    if not len(pages):
-        return []
-    breaks = np.nonzero(np.diff(pages) != 1)[0] + 1
-    edges = [0, *breaks.tolist(), len(pages)]
-    return list(pairwise(edges))
 
 
 def _copy(rows: torch.Tensor) -> torch.Tensor:
