@@ -425,8 +425,8 @@ class Engine:
         self.decoder.release(request)
         with self._lock:
             self._requests.pop(request.request_id, None)
+        request.drop_prefill()  # it reads shared pages: before they are given back
         if self.retriever is not None:
             self.retriever.retire(request)
         elif request.resident is not None:
             request.resident.release()
-        request.drop_prefill()
