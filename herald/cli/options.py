@@ -123,6 +123,11 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="UTF-8 text, - for stdin; may be repeated",
     )
+    group.add_argument(
+        "--prefix",
+        metavar="DIR",
+        help="a document of `herald prefix save`, which stands before each --prompt without being prefilled",
+    )
     group.add_argument("--chat", action="store_true", help="wrap each prompt in the model's chat template")
 
 

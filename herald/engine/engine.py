@@ -255,6 +255,14 @@ class Engine:
                 self.decoder.forget_programs()  # they read the rows that were replaced
             self._connect()
 
+    def reserve(self, pages: int) -> None:
+        """Grow an idle engine's pool so that ``pages`` fit beside those that stay."""
+        if not self.scheduler.running:
+            if self.retriever is not None:
+                self.retriever.drain()
+            self.memory.ensure(0, self.prefixes.kept([]) + pages)
+            self._connect()
+
     def _connect(self) -> None:
         """Make the retriever anew when the store was replaced."""
         store = self.memory.store

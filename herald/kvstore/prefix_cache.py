@@ -153,6 +153,25 @@ class PrefixCache:
                 self._touch(nodes)
             return nodes
 
+    def acquire_all(
+        self, token_keys: Sequence[bytes], exact_keys: Sequence[bytes]
+    ) -> tuple[list[CachedPage], bool]:
+        """A whole prefix, with a reference to each page for the caller.
+
+        Returns:
+            The pages of ``exact_keys`` and True, or as many as there are of the same tokens, and False.
+        """
+        with self._lock:
+            exact = [self._by_exact[key] for key in exact_keys if key in self._by_exact]
+            whole = len(exact) == len(exact_keys)
+            nodes = exact if whole else []
+            for key in () if whole else token_keys:
+                if not (found := self._by_tokens.get(key)):
+                    break
+                nodes.append(found[0])
+            self._pool().retain([node.page for node in nodes])
+            return nodes, whole
+
     def add(
         self,
         pages: Sequence[int] | np.ndarray,
