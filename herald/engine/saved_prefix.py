@@ -30,6 +30,7 @@ class LoadedPrefix:
     def __init__(self, engine: Engine, last: CachedPage, saved: SavedPrefix) -> None:
         self._engine = engine
         self._last: CachedPage | None = last
+        engine.memory.prefixes.pin(last)
         self.token_ids = saved.token_ids
         self.text: str | None = saved.about.get("text")
         self.chat = bool(saved.about.get("chat"))
@@ -133,24 +134,33 @@ def load_prefix(engine: Engine, folder: Path) -> LoadedPrefix:
     own = saved.about.get("prefill") == [prefixes.plan.step, prefixes.plan.tail]
     pieces = saved.pieces.tolist() if own else [FREE_PIECE] * count
     exact = exact_keys(root, names, pieces)
+    last = prefixes.cache.find(exact[-1])
+    if last is None:
+        last = _read(engine, saved, names, exact, pieces)
+    return LoadedPrefix(engine, last, saved)
+
+
+def _read(
+    engine: Engine, saved: SavedPrefix, names: list[bytes], exact: list[bytes], pieces: list[int]
+) -> CachedPage:
+    """Read a prefix into free pages and share them; the last of them."""
+    count, cache = len(pieces), engine.prefixes.cache
     engine.memory.require_pages(count, len(saved.token_ids))
     engine.reserve(count)
     store = engine.memory.store
     assert store is not None
-    if not prefixes.cache.make_room(count):
+    if not cache.make_room(count):
         size = engine.memory.layout.page_bytes
         raise HostPoolTooSmall(
-            f"{folder} needs {count} pages ({count * size:,} bytes), and what runs or is kept leaves fewer",
+            f"{saved.folder} needs {count} pages ({count * size:,} bytes), more than the pool can free now",
             "load it before requests run, release another, or use a larger host_memory_bytes",
         )
     pages = store.pool.allocator.allocate(count)
     try:
         read_pages(saved, store.index, pages)
-        nodes = prefixes.cache.add(pages, names, exact, pieces)
-        prefixes.cache.pin(nodes[-1])
+        return cache.add(pages, names, exact, pieces)[-1]
     finally:
         store.pool.allocator.release(pages)
-    return LoadedPrefix(engine, nodes[-1], saved)
 
 
 def _check(engine: Engine, saved: SavedPrefix) -> None:

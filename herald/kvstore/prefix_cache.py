@@ -153,6 +153,11 @@ class PrefixCache:
                 self._touch(nodes)
             return nodes
 
+    def find(self, exact_key: bytes) -> CachedPage | None:
+        """The page of a name; with it all before it are there."""
+        with self._lock:
+            return self._by_exact.get(exact_key)
+
     def acquire_all(
         self, token_keys: Sequence[bytes], exact_keys: Sequence[bytes]
     ) -> tuple[list[CachedPage], bool]:

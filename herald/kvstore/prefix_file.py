@@ -149,11 +149,12 @@ def read_pages(saved: SavedPrefix, index: KeyIndex, pages: np.ndarray) -> None:
     Raises:
         PrefixDamaged: a file is not what was written, or has another shape. The pages then hold anything.
     """
+    same_codes = saved.about.get("index_bits") == index.bits
 
     def read(layer: int) -> None:
         name = _layer_file(layer)
         tensors = _read(saved.folder, name, saved.digests)
-        if not _put(tensors, index, layer, pages):
+        if not _put(tensors, index, layer, pages, same_codes):
             raise PrefixDamaged(
                 f"{saved.folder / name} has other shapes than its manifest", "save the prefix again"
             )
@@ -161,7 +162,7 @@ def read_pages(saved: SavedPrefix, index: KeyIndex, pages: np.ndarray) -> None:
     with ThreadPoolExecutor(WORKERS) as executor:
         for done in [executor.submit(read, layer) for layer in range(index.pool.layout.num_layers)]:
             done.result()
-    if saved.about.get("index_bits") != index.bits:
+    if not same_codes:
         index.append_span(pages, 0, len(pages) * index.pool.layout.page_size)
 
 
@@ -177,13 +178,15 @@ def _layer(index: KeyIndex, layer: int, pages: np.ndarray) -> dict[str, torch.Te
     return tensors
 
 
-def _put(tensors: dict[str, torch.Tensor], index: KeyIndex, layer: int, pages: np.ndarray) -> bool:
+def _put(
+    tensors: dict[str, torch.Tensor], index: KeyIndex, layer: int, pages: np.ndarray, with_codes: bool
+) -> bool:
     """Put a layer's tensors into pages; False where one is missing or does not fit."""
     rows, pool = tensors.get("rows"), index.pool.rows[layer]
     if rows is None or rows.dtype != pool.dtype or rows.shape != (len(pages), *pool.shape[1:]):
         return False
     pool[torch.from_numpy(pages).long()] = rows
-    if index.bits == 16 or "codes" not in tensors:
+    if index.bits == 16 or not with_codes:
         return True
     for name, array in zip(INDEX_NAMES, index.arrays, strict=True):
         target = array[layer]
