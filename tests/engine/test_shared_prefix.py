@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -326,3 +327,27 @@ def test_a_damaged_copy_ends_its_request_only(
     assert not leaks(engine)
     (second,) = run(engine, [[*document, 1]], PARAMS)
     assert second.output_ids == alone(make_engine, second.prompt_ids)
+
+
+def test_pages_are_shared_once_they_are_indexed(make_engine: MakeEngine) -> None:
+    """A second request that stores nothing of its own selects by codes that were made for the first."""
+    prompt = random_prompt(640, 1)
+    expected = alone(make_engine, prompt)
+    engine = make_engine(offload=SPARSE, prefill_chunk=CHUNK)
+
+    def slow_down(retriever: Any, store: memory.HostStore) -> None:
+        append = store.index.append_span
+
+        def slowly(*arguments: Any, **options: Any) -> None:
+            time.sleep(0.05)
+            append(*arguments, **options)
+
+        store.index.append_span = slowly  # type: ignore[method-assign]
+        for array in store.index.arrays:
+            array.view(np.uint8)[:] = 255
+
+    engine.on_retriever = slow_down
+    # The first one's only block needs no selection, behind which the second one's would wait.
+    requests = run(engine, [prompt, prompt], [replace(PARAMS, max_tokens=8), PARAMS])
+    assert requests[1].counters.cached_tokens == 640
+    assert tokens(requests) == [expected[:8], expected]
