@@ -343,7 +343,7 @@ class Engine:
             request.error = retrieval_error(request, error)
             return self._end_failed([request])
         if self.retriever is not None:
-            self.retriever.prefilled(request)
+            self.retriever.sharing.prefilled(request)
         request.prefill = None
         request.phase = Phase.DECODE
         if progress is not None:

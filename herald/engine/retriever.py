@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -26,12 +25,12 @@ import torch
 
 from herald.engine.bounce import BounceBuffers
 from herald.engine.memory import HostStore
+from herald.engine.page_sharing import PageSharing
 from herald.engine.prefill import RowStore
 from herald.engine.request import Request
 from herald.engine.resident import SetUpdate
 from herald.engine.shared_prefix import SharedPrefixes
 from herald.engine.trace import Span, Trace
-from herald.errors import RequestAborted
 from herald.kvstore.pages import page_runs
 from herald.kvstore.row_values import as_numpy
 from herald.select import BackgroundWorker, SlotGeometry
@@ -77,6 +76,7 @@ class Retriever:
         prefixes: shares the pages of finished prompts and answers; None where nothing is shared.
 
     Attributes:
+        sharing: of pages between requests.
         arrived: set whenever rows of a selection have arrived; who waits for it clears it first.
         delay: called before each selection, in its thread, so that a test of races can stretch it.
             None in normal use.
@@ -86,7 +86,6 @@ class Retriever:
         self, store: HostStore, scale: float, trace: Trace, prefixes: SharedPrefixes | None = None
     ) -> None:
         self.store = store
-        self.prefixes = prefixes if prefixes is not None and prefixes.enabled else None
         self.scale = scale
         self.trace = trace
         self.delay: Callable[[], None] | None = None
@@ -101,8 +100,7 @@ class Retriever:
         self.arrived = threading.Event()
         self._indexers = ThreadPoolExecutor(store.num_threads, thread_name_prefix="herald-index")
         self._bounce = BounceBuffers()
-        self._shared_last: Future[None] | None = None
-        self._retiring: deque[tuple[Request, Future[Future[None]]]] = deque()
+        self.sharing = PageSharing(store, prefixes, self._storer, self._indexers)
         for worker in self._workers:
             worker.submit(self._warm_up)
 
@@ -117,48 +115,9 @@ class Retriever:
         self._indexers.shutdown()
 
     def row_store(self, request: Request) -> RowStore:
-        """Where a prefill that begins sends its rows, and whence it has those of pages that are shared."""
-        if self.prefixes is not None:
-            self._settle_shared(request)
-            self.prefixes.extend(request)
-        size = self.store.layout.page_size
-        shared = len(request.shared) * size
-        load = partial(self._load_shared, request) if shared else None
-        return RowStore(partial(self._store_chunk, request), size, shared, load)
-
-    def prefilled(self, request: Request) -> None:
-        """All rows of a request's prompt were sent; once they are indexed, others may share them."""
-        request.final_positions = request.first_prefix
-        if self.prefixes is not None:
-            self._shared_last = self._storer.submit(self._share_prompt, request)
-
-    def _settle_shared(self, request: Request) -> None:
-        """Wait for pages on their way: those of prompts, and of answers that the request may go on with."""
-        if self._shared_last is not None:
-            self._shared_last.exception()
-            self._shared_last = None
-        for other, released in list(self._retiring):
-            if (
-                request.prompt_ids[: len(other.prompt_ids)] == other.prompt_ids
-                and released.exception() is None
-            ):
-                released.result().exception()
-
-    def _share_prompt(self, request: Request) -> None:
-        assert self.prefixes is not None
-        if request.store_error is None:
-            self.prefixes.share(request, request.first_prefix)
-
-    def _load_shared(self, request: Request, layer: int, rows: torch.Tensor) -> Ticket:
-        """Bring a layer's rows of the pages that a request shares.
-
-        Args:
-            rows: [kv_heads, shared positions, 2 * head_dim] on the device.
-        """
-        assert request.pages is not None
-        pages, pool = request.pages[: len(request.shared)], self.store.pool.rows[layer]
-        runs = [pool[int(pages[a]) : int(pages[a]) + b - a] for a, b in page_runs(pages)]
-        return self.store.transfer.load_pages(runs, rows, after=_event(rows))
+        """Where a prefill that begins sends its rows, and whence it has those of pages that it shares."""
+        shared, load = self.sharing.begin(request)
+        return RowStore(partial(self._store_chunk, request), self.store.layout.page_size, shared, load)
 
     def _store_chunk(self, request: Request, layer: int, start: int, rows: torch.Tensor) -> Ticket:
         """Send a chunk of one layer's prefill KV to the request's pages and index it there.
@@ -261,15 +220,20 @@ class Retriever:
 
     def retire(self, request: Request) -> None:
         """Give back a request's pages and rows once nothing on its way can touch them any more."""
-        while self._retiring and self._retiring[0][1].done() and self._retiring[0][1].result().done():
-            self._retiring.popleft()
-        self._retiring.append((request, self._bringer.submit(self._release, request)))
+        self.sharing.ends(request, self._bringer.submit(self._release, request))
 
     def drain(self) -> None:
         """Wait for everything submitted so far."""
-        for worker in (self._sender, self._storer, *self._workers, self._bringer, self._receiver, self._storer):
+        for worker in (
+            self._sender,
+            self._storer,
+            *self._workers,
+            self._bringer,
+            self._receiver,
+            self._storer,
+        ):
             worker.submit(lambda: None).result()
-        self._retiring.clear()
+        self.sharing.forget()
 
     def _warm_up(self) -> None:
         """Compile what a selection runs while the first prompt is prefilled, not at its first boundary."""
@@ -294,29 +258,10 @@ class Retriever:
                         with suppress(Exception):  # the request is over: nobody is left to tell
                             ticket.wait_host()
         finally:
-            released: Future[None] = self._storer.submit(self._release_pages, request)
+            released = self.sharing.release(request)
             if request.resident is not None:
                 request.resident.release()
         return released
-
-    def _release_pages(self, request: Request) -> None:
-        try:
-            if self.prefixes is not None:
-                self._share_answer(request)
-        finally:
-            if request.pages is not None:
-                self.store.pool.allocator.release(request.pages)
-
-    def _share_answer(self, request: Request) -> None:
-        """Share the pages of a request that ended, those of its answer too."""
-        assert self.prefixes is not None and request.pages is not None
-        ended_well = request.error is None or isinstance(request.error, RequestAborted)
-        first, last = self.prefixes.answer_span(request)
-        if last <= first or not ended_well or request.store_error is not None:
-            return
-        # Their codes were made block by block; whoever shares them gets those of whole pages, as prefill's.
-        self.store.index.append_span(request.pages, first, last, executor=self._indexers)
-        self.prefixes.share(request, last)
 
     def _choose(
         self,
