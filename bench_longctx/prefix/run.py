@@ -23,30 +23,29 @@ from bench_longctx import machine
 from herald import LLM, EngineConfig, OffloadConfig, RequestOutput, SamplingParams
 
 
-def ask(args: argparse.Namespace, prompts: list[list[int]], sharing: bool) -> tuple[list[RequestOutput], Any]:
-    """Answer the prompts one after the other, in a model of their own; what saving took, if it shares."""
+def open_llm(args: argparse.Namespace, sharing: bool) -> LLM:
     offload = OffloadConfig(kv_budget=args.kv_budget, prefix_sharing=sharing)
+    engine = EngineConfig(max_num_seqs=1, prefill_chunk=args.prefill_chunk)
+    return LLM(args.model, device=args.device, dtype=args.dtype, offload=offload, engine=engine)
+
+
+def ask(args: argparse.Namespace, llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
+    """Answer the prompts one after the other."""
     params = SamplingParams(
         max_tokens=args.new_tokens, denoising_steps=args.steps, confidence_threshold=None, ignore_eos=True
     )
-    engine = EngineConfig(max_num_seqs=1, prefill_chunk=args.prefill_chunk)
-    with LLM(args.model, device=args.device, dtype=args.dtype, offload=offload, engine=engine) as llm:
-        # Kernels compile and libraries load here.
-        llm.generate(prompt_token_ids=[prompts[0][:1024][::-1]], sampling_params=params)
-        outputs = [llm.generate(prompt_token_ids=[each], sampling_params=params)[0] for each in prompts]
-        return outputs, save_and_load(llm, prompts[0][: args.tokens]) if sharing else None
+    # Kernels compile and libraries load here.
+    llm.generate(prompt_token_ids=[prompts[0][:1024][::-1]], sampling_params=params)
+    return [llm.generate(prompt_token_ids=[each], sampling_params=params)[0] for each in prompts]
 
 
-def save_and_load(llm: LLM, document: list[int]) -> dict[str, Any]:
-    """Seconds and bytes of the document's pages on disk."""
-    with tempfile.TemporaryDirectory() as folder:
+def load_and_ask(args: argparse.Namespace, folder: Path, prompt: list[int]) -> tuple[float, RequestOutput]:
+    """Seconds that loading a saved document takes, and the answer to a question about it."""
+    with open_llm(args, True) as llm:
         begin = time.perf_counter()
-        llm.save_prefix(document, Path(folder) / "document")
-        saved = time.perf_counter()
-        llm.load_prefix(Path(folder) / "document").release()
-        loaded = time.perf_counter()
-        size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-    return {"save_seconds": saved - begin, "load_seconds": loaded - saved, "bytes": size}
+        llm.load_prefix(folder)
+        seconds = time.perf_counter() - begin
+        return seconds, ask(args, llm, [prompt])[0]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -57,10 +56,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     document = ids(args.tokens)
     prompts = [document + ids(args.question_tokens + n) for n in range(args.questions)]
-    shared, disk = ask(args, prompts, True)
-    bare, _ = ask(args, prompts, False)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "document"
+        with open_llm(args, True) as llm:
+            shared = ask(args, llm, prompts)
+            begin = time.perf_counter()
+            num_bytes = llm.save_prefix(document, folder)
+            save_seconds = time.perf_counter() - begin
+        load_seconds, loaded = load_and_ask(args, folder, prompts[-1])
+    with open_llm(args, False) as llm:
+        bare = ask(args, llm, prompts)
     seconds = [output.metrics.first_block_seconds for output in shared]
-    same = [a.token_ids == b.token_ids for a, b in zip(shared, bare, strict=True)]
+    same = [a.token_ids == b.token_ids for a, b in zip([*shared, loaded], [*bare, bare[-1]], strict=True)]
     later = statistics.median(seconds[1:])
     return {
         "same_tokens": same,
@@ -68,7 +75,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "first_block_seconds": seconds,
         "first_block_seconds_without_sharing": [output.metrics.first_block_seconds for output in bare],
         "times_sooner": seconds[0] / later if all(same) else None,
-        "disk": disk,
+        "disk": {
+            "bytes": num_bytes,
+            "save_seconds": save_seconds,
+            "load_seconds": load_seconds,
+            "first_block_seconds_after_loading": loaded.metrics.first_block_seconds,
+            "cached_tokens": loaded.metrics.cached_tokens,
+        },
     }
 
 
