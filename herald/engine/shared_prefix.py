@@ -150,12 +150,20 @@ class SharedPrefixes:
         return request.first_prefix // size * size, final // size * size
 
     def names(self, tokens: list[int], block_length: int) -> PrefixNames:
-        """Names of the pages of a prompt's whole blocks."""
+        """Names of the pages of a prompt's whole blocks that it may share.
+
+        Where a position is predicted by the one before it, the last piece has to be computed: the first block
+        begins with what comes out of it, which no page holds.
+        """
         prefix = len(tokens) // block_length * block_length
         root = root_key(block_length)
         contents = token_keys(root, tokens[:prefix], self.page_size)
         pieces, ends = self.plan.page_pieces(0, prefix, self.page_size)
-        return PrefixNames(root, contents, exact_keys(root, contents, pieces), ends)
+        exact = exact_keys(root, contents, pieces)
+        count = len(contents)
+        if self.memory.model.config.shifted and prefix % self.page_size == 0:
+            count -= 1
+        return PrefixNames(root, contents[:count], exact[:count], ends[:count])
 
     def _names(self, request: Request) -> PrefixNames:
         if request.prefix_names is None:

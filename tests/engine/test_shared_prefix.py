@@ -29,9 +29,15 @@ PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, confidence_threshold=Non
 CHUNK = 512  # pieces of 128 in the last chunk, pages of 64
 
 
-def alone(make_engine: MakeEngine, prompt: list[int], offload: OffloadConfig = SPARSE, **where: Any) -> Any:
+def engine_of(make_engine: MakeEngine, folder: str, offload: OffloadConfig, sharing: bool = True) -> Engine:
+    mask = None if folder.startswith("sdar_b") else 319
+    offload = replace(offload, prefix_sharing=sharing)
+    return make_engine(folder, offload, mask_token_id=mask, prefill_chunk=CHUNK)
+
+
+def alone(make_engine: MakeEngine, prompt: list[int], folder: str = "sdar_b8") -> list[int]:
     """Tokens of a prompt on an engine that shares nothing."""
-    engine = make_engine(offload=replace(offload, prefix_sharing=False), prefill_chunk=CHUNK, **where)
+    engine = engine_of(make_engine, folder, SPARSE, sharing=False)
     return tokens(run(engine, [prompt], PARAMS))[0]
 
 
@@ -56,21 +62,25 @@ def prefilled(engine: Engine, prompt: list[int]) -> tuple[Request, list[np.ndarr
 
 @pytest.mark.parametrize(
     ("folder", "budget", "bits"),
-    [("sdar_b8", 0.2, 8), ("sdar_b4", 0.1, 4), ("sdar_b8", 1.0, 16), ("sdar_moe", 0.2, 8)],
+    [
+        ("sdar_b8", 0.2, 8),
+        ("sdar_b4", 0.1, 4),
+        ("sdar_b8", 1.0, 16),
+        ("sdar_moe", 0.2, 8),
+        ("fast_dllm_v2_bd8_tied", 0.2, 8),
+    ],
 )
 def test_the_same_bits_as_alone(make_engine: MakeEngine, folder: str, budget: float, bits: Any) -> None:
     """Later questions about a document skip its prefill; tokens, rows and codes are the same."""
     offload = OffloadConfig(kv_budget=budget, index_bits=bits, **SMALL)
-    mask = 319 if folder == "sdar_moe" else None
-    shares = make_engine(folder, offload, mask_token_id=mask, prefill_chunk=CHUNK)
+    shares = engine_of(make_engine, folder, offload)
     rng = random.Random(budget)
     for length in (rng.randrange(600, 900), 1024, rng.randrange(130, 500)):
         document = random_prompt(length, length)
         for question in range(3):
             prompt = document + random_prompt(rng.randrange(5, 90), question)
             request, found = prefilled(shares, prompt)
-            bare_offload = replace(offload, prefix_sharing=False)
-            fresh = make_engine(folder, bare_offload, mask_token_id=mask, prefill_chunk=CHUNK)
+            fresh = engine_of(make_engine, folder, offload, sharing=False)
             expected, bare = prefilled(fresh, prompt)
             assert request.output_ids == expected.output_ids
             assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found, bare, strict=True))
@@ -89,13 +99,20 @@ def test_the_same_bits_as_alone(make_engine: MakeEngine, folder: str, budget: fl
     assert not leaks(shares)
 
 
-def test_a_prompt_that_is_shared_as_a_whole(make_engine: MakeEngine) -> None:
-    """Nothing is left to prefill but the lane of the first block."""
-    engine = make_engine(offload=SPARSE, prefill_chunk=CHUNK)
-    prompt = random_prompt(640, 1)
-    first, second = (run(engine, [prompt], PARAMS)[0] for _ in range(2))
-    assert second.counters.cached_tokens == 640
-    assert first.output_ids == second.output_ids == alone(make_engine, prompt)
+@pytest.mark.parametrize(
+    ("folder", "cached"),
+    [("sdar_b8", {64: 64, 640: 640, 512: 512}), ("fast_dllm_v2_bd8_tied", {64: 0, 640: 512, 512: 0})],
+)
+def test_a_prompt_that_is_shared_as_a_whole(
+    make_engine: MakeEngine, folder: str, cached: dict[int, int]
+) -> None:
+    """Nothing is left to prefill but the first block's lane, and the row that predicts its first token."""
+    engine = engine_of(make_engine, folder, SPARSE)
+    for length in cached:
+        prompt = random_prompt(length, length)
+        first, second = (run(engine, [prompt], PARAMS)[0] for _ in range(2))
+        assert second.counters.cached_tokens == cached[length]
+        assert first.output_ids == second.output_ids == alone(make_engine, prompt, folder)
 
 
 @pytest.mark.parametrize("pool_pages", [0, 30])
