@@ -96,6 +96,8 @@ def save_prefix(engine: Engine, token_ids: Sequence[int], folder: Path, about: d
         HostPoolTooSmall: the pages are gone already. UsageError: the folder is taken.
     """
     prefixes, store = engine.prefixes, engine.memory.store
+    if engine.retriever is not None:
+        engine.retriever.drain()  # its last rows may still be on their way
     names = prefixes.names(list(token_ids), engine.model.config.block_length)
     nodes, exact = prefixes.cache.acquire_all(names.tokens, names.exact)
     if store is None or not nodes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -241,3 +242,21 @@ def test_what_cannot_be_saved(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="closed"):
         llm.load_prefix(saved)
     assert not list(tmp_path.iterdir())
+
+
+def test_saving_waits_for_the_last_rows(tmp_path: Path) -> None:
+    """However long the index takes, a document is whole when it is saved."""
+    with open_llm() as llm:
+
+        def slow_down(retriever: Any, store: Any) -> None:
+            append = store.index.append_span
+
+            def slowly(*arguments: Any, **options: Any) -> None:
+                time.sleep(0.1)
+                append(*arguments, **options)
+
+            store.index.append_span = slowly
+
+        llm.engine.on_retriever = slow_down
+        llm.save_prefix(DOCUMENT, tmp_path / "new")
+        assert llm.load_prefix(tmp_path / "new").num_tokens == 640
