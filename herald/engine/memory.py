@@ -20,7 +20,6 @@ from herald.hardware import usable_cores
 from herald.kvstore import HostPool, KeyIndex, PrefixCache, RowLayout, choose_page_size
 from herald.kvstore.pages import page_runs
 from herald.models import BlockModel
-from herald.models.registry import family_named
 from herald.select import Selector
 from herald.transfer import Transfer, make_transfer
 from herald.transfer.streams import DeviceStreams
@@ -160,8 +159,7 @@ class EngineMemory:
         )
         self.store: HostStore | None = None
         # A position's KV must depend on nothing behind its block.
-        causal = not family_named(shape.family).full_attention
-        self.shares_prefixes = config.enabled and config.prefix_sharing and causal
+        self.shares_prefixes = config.enabled and config.prefix_sharing and not shape.full_attention
         self.prefixes = PrefixCache()
         self._streams = DeviceStreams(model.device)
 

@@ -46,7 +46,6 @@ class Family:
         policy: how its authors decode, a name in `herald.decode.policy`.
         shifted: row i - 1 of the logits predicts position i, as in the autoregressive model it was made from;
             a block's first token comes from the last row before it.
-        full_attention: every position sees every position, later ones too.
         fixed: keys of ``config.json`` that must have this value where they have one; no other is built.
         full_attention: every position sees every position, later ones too.
         renamed: (usual key, key of this family) of ``config.json``.
@@ -68,7 +67,6 @@ class Family:
     router: Score | None = None
     policy: str = "quota"
     shifted: bool = False
-    full_attention: bool = False
     fixed: tuple[tuple[str, Any], ...] = ()
     full_attention: bool = False
     renamed: tuple[tuple[str, str], ...] = ()

@@ -252,16 +252,15 @@ def test_block_lengths_do_not_mix(make_engine: MakeEngine) -> None:
     assert same.counters.cached_tokens > 0 and same.output_ids == other.output_ids
 
 
-def test_off_is_off(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_is_off(make_engine: MakeEngine) -> None:
     engine = make_engine(offload=replace(SPARSE, prefix_sharing=False))
     for _ in range(2):
         (request,) = run(engine, [random_prompt(300, 1)], PARAMS)
         assert request.counters.cached_tokens == 0
     assert engine.prefixes.stats.lookups == 0 and not len(engine.memory.prefixes) and not leaks(engine)
     # A family whose positions see later ones has no finished prefix.
-    family = memory.family_named
-    monkeypatch.setattr(memory, "family_named", lambda name: replace(family(name), full_attention=True))
-    assert not make_engine(offload=SPARSE).prefixes.enabled
+    engine.model.config = replace(engine.model.config, full_attention=True)
+    assert not memory.EngineMemory(engine.model, SPARSE).shares_prefixes
 
 
 def test_a_pool_that_grows_takes_its_pages_along(make_engine: MakeEngine) -> None:
