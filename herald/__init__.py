@@ -9,8 +9,9 @@ from herald.config import EngineConfig, OffloadConfig
 from herald.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from herald.engine.saved_prefix import LoadedPrefix
     from herald.llm import LLM
-    from herald.outputs import CompletionOutput, Progress, RequestMetrics, RequestOutput
+    from herald.outputs import CompletionOutput, PrefixStats, Progress, RequestMetrics, RequestOutput
 
 __version__ = "0.1.0"
 
@@ -18,7 +19,9 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineConfig",
+    "LoadedPrefix",
     "OffloadConfig",
+    "PrefixStats",
     "Progress",
     "RequestMetrics",
     "RequestOutput",
@@ -29,6 +32,8 @@ __all__ = [
 _LAZY = {
     "LLM": "herald.llm",
     "CompletionOutput": "herald.outputs",
+    "LoadedPrefix": "herald.engine.saved_prefix",
+    "PrefixStats": "herald.outputs",
     "Progress": "herald.outputs",
     "RequestMetrics": "herald.outputs",
     "RequestOutput": "herald.outputs",

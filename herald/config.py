@@ -90,7 +90,10 @@ class OffloadConfig:
         verify_transfers: compare every transferred row with its source (slow; a checksum mode).
         page_size: token positions a page of the host pool holds; a multiple of the block length,
             or 0 to choose it.
-        host_memory_bytes: size of the host pool, or 0 to size it for ``max_model_len``.
+        host_memory_bytes: size of the host pool, or 0 to size it for the requests that run at once.
+        prefix_sharing: requests that begin with the same tokens share finished pages, and a later one skips
+            their prefill. Pages that nobody uses stay until the pool needs them: a larger pool remembers
+            more. Not for families whose positions see later ones.
         transfer: ``"zero_copy"``, ``"staged"``, or ``"auto"`` for the better one available.
         num_threads: CPU threads of selection, 0 for all usable cores, less two beside a GPU.
         scan_on_device: let the device score a share of the index, which crosses the bus for that; the rows
@@ -115,6 +118,7 @@ class OffloadConfig:
     verify_transfers: bool = False
     page_size: int = 0
     host_memory_bytes: int = 0
+    prefix_sharing: bool = True
     transfer: TransferMode = "auto"
     num_threads: int = 0
     scan_on_device: bool = True

@@ -67,3 +67,11 @@ class RetrievalFailed(HeraldError):
 
 class RequestAborted(HeraldError):
     """The request was aborted before it finished."""
+
+
+class PrefixMismatch(UsageError):
+    """A saved prefix belongs to another model, or to options that this engine does not have."""
+
+
+class PrefixDamaged(HeraldError):
+    """A saved prefix is incomplete, or its files are not those that were written."""

@@ -17,9 +17,17 @@ from herald.config import EngineConfig, OffloadConfig, check, is_whole
 from herald.engine.engine import ProgressCallback
 from herald.engine.factory import make_engine
 from herald.engine.request import Phase, Request
+from herald.engine.saved_prefix import (
+    LoadedPrefix,
+    check_document,
+    load_prefix,
+    require_sharing,
+    save_prefix,
+)
 from herald.errors import CudaUnavailable, InvalidOption, RequestAborted, UsageError
+from herald.kvstore.prefix_file import check_folder
 from herald.models import load_model, resolve_model
-from herald.outputs import CompletionOutput, Progress, RequestMetrics, RequestOutput
+from herald.outputs import CompletionOutput, PrefixStats, Progress, RequestMetrics, RequestOutput
 from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
 from herald_kernels import backend
@@ -139,6 +147,54 @@ class LLM:
         """
         return self.engine.abort(request_id)
 
+    def save_prefix(self, prompt: str | Sequence[int], folder: str | Path, *, chat: bool = False) -> int:
+        """Write a document's KV and key index to a folder, for `load_prefix` in any process with this model.
+
+        Args:
+            prompt: the document, as text or token ids; it is prefilled unless its pages are in the pool.
+            folder: that does not exist yet, or is empty.
+            chat: put the text into the model's chat template first.
+
+        Returns:
+            Bytes written.
+
+        Raises:
+            InvalidOption: nothing is shared here, or the document is shorter than a page.
+            PromptTooLong, HostPoolTooSmall: it does not fit. UsageError: the folder is taken.
+        """
+        require_sharing(self.engine)
+        text = prompt if isinstance(prompt, str) else None
+        if text is not None and chat:
+            tokens = list(self.tokenizer.chat([{"role": "user", "content": text}]))
+        else:
+            tokens = self.tokenizer.encode(text) if text is not None else _ids(_items("prompt", prompt))
+        check_document(self.engine, tokens)
+        target = Path(folder)
+        check_folder(target)
+        self.generate(prompt_token_ids=[tokens], sampling_params=SamplingParams(max_tokens=1, seed=0))
+        with self._exclusive():
+            return save_prefix(self.engine, tokens, target, {"text": text, "chat": chat})
+
+    def load_prefix(self, folder: str | Path) -> LoadedPrefix:
+        """Read a saved document into the host pool. Prompts that begin with it skip its prefill.
+
+        Its pages stay until the handle's `LoadedPrefix.release`.
+
+        Raises:
+            UsageError: there is none in the folder. PrefixMismatch: it was saved with another model, block
+                length or page size. PrefixDamaged: a file is not what was written.
+            HostPoolTooSmall: the pool has no room. InvalidOption: nothing is shared here.
+        """
+        require_sharing(self.engine)
+        with self._exclusive():
+            self._check_open()
+            return load_prefix(self.engine, Path(folder))
+
+    @property
+    def prefix_stats(self) -> PrefixStats:
+        """What prefix sharing did so far, and what the pool holds of it."""
+        return self.engine.prefixes.stats
+
     def close(self) -> None:
         """End all requests and give device and host memory back. Idempotent; the model is of no use after.
 
@@ -156,6 +212,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the model is closed", "make a new LLM")
 
     def _stream(self, requests: list[Request], progress: ProgressCallback | None) -> Iterator[RequestOutput]:
         shown = {id(request): 0 for request in requests}  # blocks in the last output
@@ -223,8 +283,7 @@ class LLM:
         added: list[Request] = []
         try:
             with self._exclusive():
-                if self._closed:
-                    raise UsageError("the model is closed", "make a new LLM")
+                self._check_open()
                 for text, tokens, each in zip(texts, ids, params, strict=True):
                     added.append(self.engine.add_request(tokens, each, text, f"request-{next(self._ids)}"))
         except BaseException:

@@ -35,7 +35,8 @@ class RequestMetrics:
         transfer_seconds: time its rows were on their way, hidden or not.
         rows_selected: rows chosen, summed over blocks, layers and KV heads.
         rows_moved: rows that crossed from host to device.
-        host_kv_bytes: KV bytes of its pages in the host pool.
+        cached_tokens: prompt tokens whose KV was there, in pages shared with an earlier request.
+        host_kv_bytes: KV bytes of its pages in the host pool, shared ones too.
         resident_bytes: device bytes of its resident set and staging.
     """
 
@@ -57,6 +58,7 @@ class RequestMetrics:
     rows_selected: int = 0
     rows_moved: int = 0
     bytes_moved: int = 0
+    cached_tokens: int = 0
     host_kv_bytes: int = 0
     resident_bytes: int = 0
 
@@ -68,6 +70,27 @@ class RequestMetrics:
     def tokens_per_second(self) -> float:
         """Output tokens over decode time, without prefill; 0 where prefill's own step decoded them all."""
         return self.output_tokens / self.decode_seconds if self.decode_seconds and self.steps != 1 else 0.0
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """What prefix sharing did since the engine was made, and what it holds now.
+
+    Attributes:
+        lookups: prompts that were looked up, one for each prefill.
+        hits: those of them that found pages.
+        hit_tokens: tokens whose prefill was skipped.
+        evicted_pages: pages that gave way to others.
+        cached_pages: finished pages that are held, in use or not.
+        pinned_pages: those of them that loaded prefixes keep.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
+    cached_pages: int = 0
+    pinned_pages: int = 0
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         kv_budget=args.kv_budget,
         index_bits=args.index_bits,
         lookahead_step=args.lookahead_step,
+        prefix_sharing=False,  # the warm-up has the same prompt
     )
     params = SamplingParams(
         max_tokens=args.new_tokens,

@@ -137,6 +137,7 @@ def make_engine(model: BlockModel, offload: OffloadConfig, max_num_seqs: int, sh
         shared_share: share of a selection that the next block's selection keeps.
     """
     config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=model.config.max_positions)
+    offload = dataclasses.replace(offload, prefix_sharing=False)  # pages hold noise, not prompts
     engine = Engine(model, NoTokenizer(), offload, config, seed=0)  # type: ignore[arg-type]
     engine.on_retriever = lambda retriever, store: fill_store(store, offload.kv_budget * shared_share)
     return engine

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from herald.cli.options import engine_config, offload_config, open_model, sampling_params
+from herald.cli.prefix import load_document
 from herald.cli.progress import ProgressBars
 from herald.cli.prompts import collect_prompts
 from herald.cli.report import json_object, print_statistics
+from herald.errors import UsageError
 from herald.outputs import RequestOutput
 from herald.sampling_params import SamplingParams
 
@@ -27,12 +29,17 @@ def run(args: argparse.Namespace) -> int:
     """Generate, print, and return the exit code."""
     params, offload, engine = sampling_params(args), offload_config(args), engine_config(args)
     prompts = collect_prompts(args.prompt, args.prompt_file)
+    if args.prefix is not None and args.prompt_file:
+        raise UsageError("--prefix brings its document", "leave --prompt-file out")
     out = sys.stdout
     # Whatever a library prints while the model loads or runs is not the answer.
     with (
         contextlib.redirect_stdout(sys.stderr),
         open_model(args, offload, engine) as llm,
     ):
+        if args.prefix is not None:
+            document = load_document(llm, args.prefix, args.chat)
+            prompts = [f"{document}\n{prompt}" for prompt in prompts]
         inputs = [_Input(llm, prompt, args.chat) for prompt in prompts]
         answer = _stream if args.stream else _answer
         outputs = answer(llm, inputs, params, args, out)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from herald import __version__
-from herald.cli import doctor, generate, models, options, profile
+from herald.cli import doctor, generate, models, options, prefix, profile
 from herald.errors import HeraldError, UsageError
 
 RUNTIME_ERROR, USAGE_ERROR, INTERRUPTED = 1, 2, 130
@@ -39,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     options.add_generate_options(command)
     command.set_defaults(run=generate.run)
+    prefix.add_commands(commands)
     command = commands.add_parser(
         "doctor",
         help="show what this machine offers and what would make it faster",

@@ -123,6 +123,11 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="UTF-8 text, - for stdin; may be repeated",
     )
+    group.add_argument(
+        "--prefix",
+        metavar="DIR",
+        help="a document of `herald prefix save`, which stands before each --prompt without being prefilled",
+    )
     group.add_argument("--chat", action="store_true", help="wrap each prompt in the model's chat template")
 
 
@@ -290,6 +295,12 @@ def add_offload_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="host pool, such as 16GiB (default: for the longest request)",
     )
+    add(
+        "--prefix-sharing",
+        action=argparse.BooleanOptionalAction,
+        help="let prompts that begin alike share pages, so that a later one skips their prefill "
+        "(default: yes)",
+    )
     add("--transfer", choices=("auto", "zero_copy", "staged"), help="how rows reach a GPU (default: auto)")
     add(
         "--num-threads",
@@ -339,6 +350,7 @@ _OFFLOAD = {
     "lookahead_step": "lookahead_step",
     "on_late": "on_late",
     "host_memory": "host_memory_bytes",
+    "prefix_sharing": "prefix_sharing",
     "transfer": "transfer",
     "num_threads": "num_threads",
     "scan_on_device": "scan_on_device",

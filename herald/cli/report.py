@@ -43,6 +43,7 @@ def statistics(metrics: RequestMetrics) -> list[tuple[str, str]]:
     """Label and value of each line of the table."""
     return [
         ("prompt tokens", f"{metrics.prompt_tokens:,}"),
+        ("cached tokens", f"{metrics.cached_tokens:,}"),
         ("output tokens", f"{metrics.output_tokens:,}"),
         ("blocks", f"{metrics.blocks:,}"),
         ("steps per block", f"{metrics.steps_per_block:.2f}"),

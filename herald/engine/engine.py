@@ -18,6 +18,7 @@ from herald.engine.decoder import MAX_UNDER_WAY, Decoder
 from herald.engine.limits import check_page, check_prompt
 from herald.engine.lookahead import LateLookahead
 from herald.engine.memory import EngineMemory, HostStore
+from herald.engine.memory_needs import memory_needs
 from herald.engine.planner import retrieval_error
 from herald.engine.prefill import PrefillTask, first_block, scores_by
 from herald.engine.request import Phase, Request
@@ -25,6 +26,7 @@ from herald.engine.retriever import Retriever
 from herald.engine.runner import LaneRunner
 from herald.engine.scheduler import Scheduler
 from herald.engine.selection_clock import SelectionClock
+from herald.engine.shared_prefix import SharedPrefixes
 from herald.engine.trace import Trace
 from herald.engine.waiting import wait_for_rows
 from herald.errors import (
@@ -54,6 +56,7 @@ class Engine:
 
     Attributes:
         trace: when each part worked.
+        prefixes: pages that requests share.
         first_scores: by which prefill chooses a request's first set; replaced to compare ways to choose.
         on_retriever: called with each retriever and its store as they are made, so that a test can
             slow them down or break them. None in normal use.
@@ -74,6 +77,7 @@ class Engine:
         self.config = config
         self.trace = Trace(device=model.device)
         self.memory = EngineMemory(model, offload, poison)
+        self.prefixes = SharedPrefixes(self.memory, config.prefill_chunk)
         self.scheduler = Scheduler(config)
         self.runner = LaneRunner(model, self.memory.arena, config.cuda_graphs)
         self.retriever: Retriever | None = None
@@ -229,37 +233,35 @@ class Engine:
             if self.retriever is not None:
                 self.retriever.drain()  # memory of requests that ended is on its way back
             self._grow()
-        pages = self.memory.pages_for(request.stored_positions)
-        store = self.memory.store
-        if pages and (store is None or pages > store.pool.allocator.num_free):
-            return False
         try:
             request.resident = request.make_resident(self.memory.arena, self.offload)
         except MemoryError:
             return False
-        if store is not None and pages:
-            request.pages = store.pool.allocator.allocate(pages)
-            request.counters.host_kv_bytes = pages * self.memory.layout.page_bytes
+        if not self.prefixes.take(request, alone=not self.scheduler.running):
+            request.resident.release()
+            request.resident = None
+            return False
         request.counters.resident_bytes = request.resident.num_bytes
         return True
 
     def _grow(self) -> None:
         """Size arena and pool for as many waiting requests as may run at once, at least for the first."""
         replaced = self.memory.arena.replaced
-        waiting = itertools.islice(self.scheduler.waiting, self.config.max_num_seqs)
-        needs = [self._required_memory(request) for request in waiting]
+        waiting = list(itertools.islice(self.scheduler.waiting, self.config.max_num_seqs))
         try:
-            self.memory.ensure(sum(rows for rows, _ in needs), sum(pages for _, pages in needs))
-        except (HostPoolTooSmall, ResidentSetTooSmall):
-            self.memory.ensure(*needs[0])
+            self.memory.ensure_one(memory_needs(waiting, self.offload, self.prefixes))
         finally:
             if self.memory.arena.replaced != replaced:
                 self.decoder.forget_programs()  # they read the rows that were replaced
             self._connect()
 
-    def _required_memory(self, request: Request) -> tuple[int, int]:
-        """(arena rows, pages) for all blocks the request can use."""
-        return request.required_rows(self.offload), self.memory.pages_for(request.stored_positions)
+    def reserve(self, pages: int) -> None:
+        """Grow an idle engine's pool so that ``pages`` fit beside those that stay."""
+        if not self.scheduler.running:
+            if self.retriever is not None:
+                self.retriever.drain()
+            self.memory.ensure(0, self.prefixes.kept([]) + pages)
+            self._connect()
 
     def _connect(self) -> None:
         """Make the retriever anew when the store was replaced."""
@@ -270,26 +272,30 @@ class Engine:
             self.retriever.close()
             self.retriever = None
         if store is not None:
-            self.retriever = Retriever(store, self.model.softmax_scale, self.trace)
+            self.retriever = Retriever(store, self.model.softmax_scale, self.trace, self.prefixes)
             if self.on_retriever is not None:
                 self.on_retriever(self.retriever, store)
         self.decoder.planner.retriever = self.retriever
 
     def _start_prefill(self, request: Request) -> None:
-        assert request.resident is not None
-        device, block = self.model.device, request.block_length
-        tokens, masked = first_block(request.prompt_ids, block, self.model.config.mask_token_id)
-        table = self.decoder.table(block)
+        tokens, masked = first_block(
+            request.prompt_ids, request.block_length, self.model.config.mask_token_id
+        )
+        table = self.decoder.table(request.block_length)
         request.slot = table.take(tokens, masked, request.params, request.windows)
         request.block = request.selected_block = request.prompt_blocks
         request.left = int(masked.sum())
         request.generator = self._generator(request)
-        retriever = self.retriever
-        prefix = to_device(np.array(request.prompt_ids[: request.prefix], dtype=np.int64), device)
-        request.prefill = PrefillTask(
+
+    def _prefill_task(self, request: Request) -> PrefillTask:
+        """The prefill of a request whose turn it is: only now is it known what it shares."""
+        assert request.resident is not None
+        retriever, table = self.retriever, self.decoder.table(request.block_length)
+        prefix = np.array(request.prompt_ids[: request.prefix], dtype=np.int64)
+        return PrefillTask(
             self.runner,
             request.resident,
-            prefix,
+            to_device(prefix, self.model.device),
             table.tokens[request.slot],
             table.masked[request.slot],
             self.config.prefill_chunk,
@@ -308,8 +314,11 @@ class Engine:
         request = self.scheduler.prefilling()
         if request is None:
             return []
-        task = request.prefill
-        assert task is not None
+        try:
+            task = request.prefill = request.prefill or self._prefill_task(request)
+        except Exception as error:  # no room on the device, say
+            request.error = retrieval_error(request, error)
+            return self._end_failed([request])
         units = self.scheduler.prefill_units()
         total = len(request.prompt_ids) * self.model.config.num_layers
         request.prefill_started = request.prefill_started or time.perf_counter()
@@ -333,6 +342,8 @@ class Engine:
         except Exception as error:  # no room on the device, say
             request.error = retrieval_error(request, error)
             return self._end_failed([request])
+        if self.retriever is not None:
+            self.retriever.sharing.prefilled(request)
         request.prefill = None
         request.phase = Phase.DECODE
         if progress is not None:
@@ -422,8 +433,8 @@ class Engine:
         self.decoder.release(request)
         with self._lock:
             self._requests.pop(request.request_id, None)
+        request.drop_prefill()  # it reads shared pages: before they are given back
         if self.retriever is not None:
             self.retriever.retire(request)
         elif request.resident is not None:
             request.resident.release()
-        request.drop_prefill()

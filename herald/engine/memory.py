@@ -7,11 +7,18 @@ the next one needs more, the arena gets larger rows and the pool is rebuilt. A f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+
 from herald.config import OffloadConfig
 from herald.engine.arena import DeviceArena
-from herald.errors import HostPoolTooSmall
+from herald.errors import HostPoolTooSmall, ResidentSetTooSmall
 from herald.hardware import usable_cores
-from herald.kvstore import HostPool, KeyIndex, RowLayout, choose_page_size
+from herald.kvstore import HostPool, KeyIndex, PrefixCache, RowLayout, choose_page_size
+from herald.kvstore.pages import page_runs
 from herald.models import BlockModel
 from herald.select import Selector
 from herald.transfer import Transfer, make_transfer
@@ -25,6 +32,14 @@ def default_threads(beside_device: bool) -> int:
     """Threads of selection where the user names no number."""
     cores = usable_cores()
     return cores - SPARE_CORES if beside_device and cores > 2 * SPARE_CORES else cores
+
+
+class MemoryNeed(NamedTuple):
+    """What requests need; see `EngineMemory.ensure`."""
+
+    arena_rows: int
+    pages: int
+    keep_prefixes: bool = True
 
 
 class HostStore:
@@ -91,6 +106,21 @@ class HostStore:
         if transfer is not None:
             transfer.close()
 
+    def copy_pages(self, other: HostStore, pages: np.ndarray, into: np.ndarray) -> None:
+        """Take over rows and codes of another store of the same layout and index.
+
+        Args:
+            pages: int32 [n] in ``other``.
+            into: int32 [n] here, consecutive.
+        """
+        for begin, end in page_runs(pages):
+            old = slice(int(pages[begin]), int(pages[begin]) + end - begin)
+            new = slice(int(into[begin]), int(into[begin]) + end - begin)
+            for layer in range(self.layout.num_layers):
+                self.pool.rows[layer, new].copy_(other.pool.rows[layer, old])
+                for mine, theirs in zip(self.index.arrays, other.index.arrays, strict=True):
+                    mine[layer, new] = theirs[layer, old]
+
     def close(self) -> None:
         self.disconnect()
         self.selector.close()
@@ -109,6 +139,8 @@ class EngineMemory:
     Attributes:
         arena: the device rows, the same object for as long as the engine lives.
         store: the host side; None without offload, and before a request needs a page.
+        shares_prefixes: whether requests share pages.
+        prefixes: pages of the store that can be shared.
 
     Raises:
         InvalidOption: ``page_size`` is not a multiple of the model's block length.
@@ -126,6 +158,9 @@ class EngineMemory:
             shape.num_layers, shape.num_kv_heads, shape.head_dim, 0, model.dtype, model.device, poison
         )
         self.store: HostStore | None = None
+        # A position's KV must depend on nothing behind its block.
+        self.shares_prefixes = config.enabled and config.prefix_sharing and not shape.full_attention
+        self.prefixes = PrefixCache()
         self._streams = DeviceStreams(model.device)
 
     def pages_for(self, positions: int) -> int:
@@ -143,8 +178,23 @@ class EngineMemory:
                 f"use at most {largest:,} tokens in all, or a pool of {pages * self.layout.page_bytes} bytes",
             )
 
-    def ensure(self, arena_rows: int, pages: int) -> None:
+    def ensure_one(self, needs: Sequence[MemoryNeed]) -> None:
+        """`ensure` the first of several needs that the machine has room for.
+
+        Raises:
+            ResidentSetTooSmall, HostPoolTooSmall: there is none.
+        """
+        for need in needs[:-1]:
+            with suppress(HostPoolTooSmall, ResidentSetTooSmall):
+                self.ensure(*need)
+                return
+        self.ensure(*needs[-1])
+
+    def ensure(self, arena_rows: int, pages: int, keep_prefixes: bool = True) -> None:
         """Grow arena and pool to at least these sizes, as far as nobody uses them now.
+
+        Args:
+            keep_prefixes: a pool that grows takes its shared pages along, which needs room for both at once.
 
         Raises:
             ResidentSetTooSmall, HostPoolTooSmall: the machine has no room.
@@ -152,16 +202,11 @@ class EngineMemory:
         if arena_rows > self.arena.capacity and self.arena.idle:
             self._resize_arena(arena_rows)
         if pages and (self.store is None or self._pool_may_grow(pages)):
-            if self.store is not None:
-                self.store.close()
-                self.store = None
-            self.store = self._new_store(pages)
+            self._replace_store(pages, keep_prefixes)
 
     def close(self) -> None:
         """Give device and host memory back. Idempotent."""
-        if self.store is not None:
-            self.store.close()
-            self.store = None
+        self._drop_store()
         self.arena.resize(0)
 
     def _resize_arena(self, rows: int) -> None:
@@ -174,8 +219,25 @@ class EngineMemory:
     def _pool_may_grow(self, pages: int) -> bool:
         assert self.store is not None
         allocator = self.store.pool.allocator
-        idle = allocator.num_free == allocator.num_pages
+        idle = allocator.num_free + len(self.prefixes) == allocator.num_pages
         return idle and not self.config.host_memory_bytes and pages > allocator.num_pages
+
+    def _replace_store(self, pages: int, keep_prefixes: bool) -> None:
+        if not keep_prefixes or not len(self.prefixes):
+            self._drop_store()
+        new = self._new_store(pages)
+        if self.store is None:
+            self.prefixes.attach(new.pool.allocator)
+        else:
+            new.copy_pages(self.store, *self.prefixes.move(new.pool.allocator))
+            self.store.close()
+        self.store = new
+
+    def _drop_store(self) -> None:
+        if self.store is not None:
+            self.prefixes.clear()
+            self.store.close()
+            self.store = None
 
     def _new_store(self, pages: int) -> HostStore:
         fixed = self.config.host_memory_bytes // self.layout.page_bytes

@@ -5,6 +5,9 @@ long prompt three chunks of hidden states. So peak memory does not grow with the
 prompt only by the KV of one layer. The work is a list of (layer, chunk) units that a scheduler can spread
 over steps. The lane of the first block to decode runs along: while a layer's whole KV is there its queries
 choose the first resident set, exactly, and its logits are step 0 of the first block.
+
+Positions whose pages are shared with an earlier prompt are not computed: their rows come from the host
+pool, a layer at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import numpy as np
 import torch
 
 from herald.engine.hidden_states import HiddenStates
+from herald.engine.layer_rows import LayerRows, LoadLayer
+from herald.engine.prefill_plan import PrefillPlan
 from herald.engine.resident import ResidentSet
 from herald.engine.runner import LaneRunner
 from herald.transfer import Ticket
@@ -25,8 +30,8 @@ from herald_kernels import prefill_attention, resident_attention, score_rows
 # Log-sum-exp given to queries of known positions: no row gets a score from them.
 NO_VOTE = 1e30
 
-# Chunks whose rotary phases are kept.
-MAX_KEPT_PHASES = 8
+# Pieces whose rotary phases are kept.
+MAX_KEPT_PHASES = 12
 # Copies of chunks on their way to the host.
 MAX_COPIES = 6
 
@@ -37,16 +42,20 @@ FirstScores = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, tuple[i
 
 @dataclass(frozen=True)
 class RowStore:
-    """Where prefill sends the prompt's rows.
+    """Where prefill sends the prompt's rows, and whence it has those of a shared prefix.
 
     Attributes:
         store: called with (layer, start, rows [kv_heads, c, 2 * head_dim]) for every chunk; copies it to the
             host and returns the copy's ticket.
         page_size: chunks begin at multiples of it.
+        shared: first positions whose rows are there, whole pages.
+        load: brings them. None where there are none.
     """
 
     store: Callable[[int, int, torch.Tensor], Ticket]
     page_size: int
+    shared: int = 0
+    load: LoadLayer | None = None
 
 
 def scores_by(operator: str) -> FirstScores:
@@ -109,21 +118,27 @@ class PrefillTask:
         self.prefix = prefix_tokens.numel()
         self.block_length = block_tokens.numel()
         whole = self.block_length if row_store is None else row_store.page_size
-        self.step = max(chunk // whole, 1) * whole
-        self.starts = list(range(0, self.prefix, self.step)) or [0]
+        self.plan = PrefillPlan.of(chunk, whole)
+        self.shared = 0 if row_store is None else row_store.shared
+        self.starts = self.plan.starts(self.shared, self.prefix)
         self.layer = 0
         self.chunk = 0
         self.logits: torch.Tensor | None = None
 
         model, device = self.model, self.model.device
+        computed = [start - self.shared for start in self.starts]
         self._hidden = HiddenStates(
-            model.embed, prefix_tokens, model.config.hidden_size, model.dtype, self.starts
+            model.embed, prefix_tokens[self.shared :], model.config.hidden_size, model.dtype, computed
         )
         self._lane_hidden = model.embed(block_tokens)
         self._last_hidden: torch.Tensor | None = None  # of the prefix's last position, behind all layers
         self._phases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         shape = (model.config.num_kv_heads, self.prefix, 2 * model.config.head_dim)
-        self._rows = None if row_store is None else torch.empty(shape, dtype=model.dtype, device=device)
+        self._rows: LayerRows | None = None
+        if row_store is not None:
+            layers = model.config.num_layers
+            self._rows = LayerRows(shape, model.dtype, device, layers, self.shared, row_store.load)
+        self._layer_rows: torch.Tensor | None = None
         self._zero = torch.zeros(1, dtype=torch.int64, device=device)
         self._no_parent = torch.full((1,), -1, dtype=torch.int32, device=device)
         self._length = torch.full((1, shape[0]), self.prefix, dtype=torch.int32, device=device)
@@ -142,15 +157,16 @@ class PrefillTask:
 
     def run_unit(self) -> None:
         """Run one (layer, chunk) unit; the last of a layer also runs the first block's lane."""
-        rows = self.resident.layer_view(self.layer) if self._rows is None else self._rows
+        if self._layer_rows is None:
+            own = self._rows
+            self._layer_rows = self.resident.layer_view(self.layer) if own is None else own.begin(self.layer)
+        rows = self._layer_rows
         start = self.starts[self.chunk]
-        end = min(start + self.step, self.prefix)
-        if end > start:  # a prompt shorter than a block has nothing to prefill but its lane
+        end = self.plan.end(start, self.prefix)
+        if end > start:  # a prompt shorter than a block, or shared as a whole, has no work but its lane
             hidden = self._hidden.take(self.layer, self.chunk)
-            cos, sin = self._rope(start, end)
-            q = self.runner.project(self.layer, hidden, cos, sin, rows[:, start:end].unsqueeze(0))
-            out = prefill_attention(q, rows[:, :end], start, self.block_length, self.model.softmax_scale)
-            hidden.copy_(self.model.finish_layer(self.layer, hidden, out.reshape(end - start, -1)))
+            for first, last in self.plan.pieces(start, end):
+                self._run_piece(hidden[first - start : last - start], rows, first, last)
             if end == self.prefix and self.layer + 1 == self.model.config.num_layers:
                 self._last_hidden = hidden[-1:].clone()
             self._hidden.give_back(self.chunk)
@@ -165,7 +181,16 @@ class PrefillTask:
     def close(self) -> None:
         """Give up half-way: let go of the prompt's hidden states and rows. Idempotent."""
         self._hidden.close()
-        self._rows = None
+        if self._rows is not None:
+            self._rows.close()
+        self._rows = self._layer_rows = None
+
+    def _run_piece(self, hidden: torch.Tensor, rows: torch.Tensor, first: int, last: int) -> None:
+        """Take positions ``[first, last)`` through the layer, ``hidden`` [c, hidden_size] in place."""
+        cos, sin = self._rope(first, last)
+        q = self.runner.project(self.layer, hidden, cos, sin, rows[:, first:last].unsqueeze(0))
+        out = prefill_attention(q, rows[:, :last], first, self.block_length, self.model.softmax_scale)
+        hidden.copy_(self.model.finish_layer(self.layer, hidden, out.reshape(last - first, -1)))
 
     def _finish_layer(self, rows: torch.Tensor) -> None:
         """Run the first block's lane through the layer, choose its rows, send the KV away."""
@@ -188,6 +213,7 @@ class PrefillTask:
             self.resident.fill(self.layer, rows, self._choose(q, lse[0], rows), self.prefix)
         self.layer += 1
         self.chunk = 0
+        self._layer_rows = None
         if self.done:
             self._hidden.close()
             if self.row_store is None:
@@ -203,7 +229,7 @@ class PrefillTask:
         return torch.cat([before, self._lane_hidden[:-1]])
 
     def _rope(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of positions ``[start, end)``; those of a few chunks are kept from layer to layer."""
+        """cos and sin of positions ``[start, end)``; those of a few pieces are kept from layer to layer."""
         phases = self._phases.get(start)
         if phases is None:
             phases = self.model.rope(torch.arange(start, end, device=self.model.device))

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from herald.engine.prefill import PrefillTask
     from herald.engine.retriever import Selection
     from herald.engine.selection_clock import SelectionTimes
+    from herald.engine.shared_prefix import PrefixNames
+    from herald.kvstore import CachedPage
 
 
 class Phase(Enum):
@@ -53,6 +55,7 @@ class Counters:
     rows_selected: int = 0
     rows_moved: int = 0
     bytes_moved: int = 0
+    cached_tokens: int = 0
     host_kv_bytes: int = 0
     resident_bytes: int = 0
 
@@ -82,6 +85,9 @@ class Request:
         refreshed_block: the last block a step of which selected before it committed (``refresh_lag`` 0).
         stored: the last job that stores or indexes rows of the request; a selection comes after it.
         store_error: what went wrong when rows were stored or indexed; the next selection raises it.
+        shared: its first pages, which it shares.
+        prefix_names: names of the pages of its prompt, once somebody asked for them.
+        final_positions: first positions whose final KV was sent to the pool.
         output_ids: tokens of finished blocks, cut where the output ends.
     """
 
@@ -107,6 +113,9 @@ class Request:
     abort_requested: bool = False
 
     pages: np.ndarray | None = None
+    shared: list[CachedPage] = field(default_factory=list)
+    prefix_names: PrefixNames | None = None
+    final_positions: int = 0
     resident: ResidentSet | None = None
     prefill: PrefillTask | None = None
     generator: torch.Generator | None = None

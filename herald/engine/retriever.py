@@ -18,7 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,13 @@ import torch
 
 from herald.engine.bounce import BounceBuffers
 from herald.engine.memory import HostStore
+from herald.engine.page_sharing import PageSharing
 from herald.engine.prefill import RowStore
 from herald.engine.request import Request
 from herald.engine.resident import SetUpdate
+from herald.engine.shared_prefix import SharedPrefixes
 from herald.engine.trace import Span, Trace
+from herald.kvstore.pages import page_runs
 from herald.kvstore.row_values import as_numpy
 from herald.select import BackgroundWorker, SlotGeometry
 from herald.transfer import RowMove, Ticket, verify_rows
@@ -71,14 +73,18 @@ class Retriever:
         store: pool, index, selector and transfer.
         scale: softmax scale of the model.
         trace: receives spans.
+        prefixes: shares the pages of finished prompts and answers; None where nothing is shared.
 
     Attributes:
+        sharing: of pages between requests.
         arrived: set whenever rows of a selection have arrived; who waits for it clears it first.
         delay: called before each selection, in its thread, so that a test of races can stretch it.
             None in normal use.
     """
 
-    def __init__(self, store: HostStore, scale: float, trace: Trace) -> None:
+    def __init__(
+        self, store: HostStore, scale: float, trace: Trace, prefixes: SharedPrefixes | None = None
+    ) -> None:
         self.store = store
         self.scale = scale
         self.trace = trace
@@ -94,6 +100,7 @@ class Retriever:
         self.arrived = threading.Event()
         self._indexers = ThreadPoolExecutor(store.num_threads, thread_name_prefix="herald-index")
         self._bounce = BounceBuffers()
+        self.sharing = PageSharing(store, prefixes, self._storer, self._indexers)
         for worker in self._workers:
             worker.submit(self._warm_up)
 
@@ -108,8 +115,9 @@ class Retriever:
         self._indexers.shutdown()
 
     def row_store(self, request: Request) -> RowStore:
-        """Where prefill sends the rows of a request."""
-        return RowStore(partial(self._store_chunk, request), self.store.layout.page_size)
+        """Where a prefill that begins sends its rows, and whence it has those of pages that it shares."""
+        shared, load = self.sharing.begin(request)
+        return RowStore(partial(self._store_chunk, request), self.store.layout.page_size, shared, load)
 
     def _store_chunk(self, request: Request, layer: int, start: int, rows: torch.Tensor) -> Ticket:
         """Send a chunk of one layer's prefill KV to the request's pages and index it there.
@@ -156,6 +164,7 @@ class Retriever:
             after: event after which they are there, None on a CPU.
         """
         assert request.pages is not None
+        request.final_positions = prefix
         sent = self._sender.submit(self._send, (rows,), after)
         start = prefix - request.block_length
         page, offset = divmod(start, self.store.layout.page_size)
@@ -211,12 +220,20 @@ class Retriever:
 
     def retire(self, request: Request) -> None:
         """Give back a request's pages and rows once nothing on its way can touch them any more."""
-        self._bringer.submit(self._release, request)
+        self.sharing.ends(request, self._bringer.submit(self._release, request))
 
     def drain(self) -> None:
         """Wait for everything submitted so far."""
-        for worker in (self._sender, self._storer, *self._workers, self._bringer, self._receiver):
+        for worker in (
+            self._sender,
+            self._storer,
+            *self._workers,
+            self._bringer,
+            self._receiver,
+            self._storer,
+        ):
             worker.submit(lambda: None).result()
+        self.sharing.forget()
 
     def _warm_up(self) -> None:
         """Compile what a selection runs while the first prompt is prefilled, not at its first boundary."""
@@ -230,7 +247,8 @@ class Retriever:
         if selector.device_scan is not None:
             selector.device_scan.warm_up()
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request) -> Future[None]:
+        """Give rows back, and have the pages given back behind what the request stored."""
         selections, request.selection = [*request.missed, request.selection], None
         try:
             for selection in selections:
@@ -240,12 +258,10 @@ class Retriever:
                         with suppress(Exception):  # the request is over: nobody is left to tell
                             ticket.wait_host()
         finally:
-            if request.stored is not None:
-                request.stored.exception()
-            if request.pages is not None:
-                self.store.pool.allocator.release(request.pages)
+            released = self.sharing.release(request)
             if request.resident is not None:
                 request.resident.release()
+        return released
 
     def _choose(
         self,
@@ -359,15 +375,6 @@ def _receive(update: Future[SetUpdate]) -> None:
     ticket = update.result().ticket
     if ticket is not None:
         ticket.wait_host()
-
-
-def page_runs(pages: np.ndarray) -> list[tuple[int, int]]:
-    """Index ranges of consecutive page ids: ``[(begin, end)]`` into ``pages``."""
-    if not len(pages):
-        return []
-    breaks = np.nonzero(np.diff(pages) != 1)[0] + 1
-    edges = [0, *breaks.tolist(), len(pages)]
-    return list(pairwise(edges))
 
 
 def _copy(rows: torch.Tensor) -> torch.Tensor:

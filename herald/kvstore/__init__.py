@@ -5,5 +5,15 @@ from herald.kvstore.key_index import KeyIndex
 from herald.kvstore.layout import RowLayout, choose_page_size
 from herald.kvstore.pages import PageAllocator
 from herald.kvstore.pool import HostPool
+from herald.kvstore.prefix_cache import CachedPage, PrefixCache
 
-__all__ = ["HostPool", "HostSlab", "KeyIndex", "PageAllocator", "RowLayout", "choose_page_size"]
+__all__ = [
+    "CachedPage",
+    "HostPool",
+    "HostSlab",
+    "KeyIndex",
+    "PageAllocator",
+    "PrefixCache",
+    "RowLayout",
+    "choose_page_size",
+]

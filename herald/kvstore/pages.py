@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -33,6 +34,10 @@ class PageAllocator:
     def references(self, page: int) -> int:
         """Reference count of a page."""
         return int(self._references[page])
+
+    def count_held_once(self, among: np.ndarray) -> int:
+        """Pages of ``among`` (bool [num_pages]) that have exactly one reference."""
+        return int(np.count_nonzero(among & (self._references == 1)))
 
     def allocate(self, count: int) -> np.ndarray:
         """Take ``count`` free pages: the lowest contiguous run when there is one, else the lowest ids.
@@ -98,3 +103,12 @@ class PageAllocator:
                 f"cannot {action} page {page}: it has {self._references[page]} references",
                 f"{action} only pages that are held",
             )
+
+
+def page_runs(pages: np.ndarray) -> list[tuple[int, int]]:
+    """Index ranges of consecutive page ids: ``[(begin, end)]`` into ``pages``."""
+    if not len(pages):
+        return []
+    breaks = np.nonzero(np.diff(pages) != 1)[0] + 1
+    edges = [0, *breaks.tolist(), len(pages)]
+    return list(pairwise(edges))

@@ -69,7 +69,8 @@ def run_workload(
     """
     block = params.block_length or llm.model.config.block_length or params.max_tokens
     short = replace(params, max_tokens=min(params.max_tokens, WARM_UP_BLOCKS * block))
-    llm.generate(prompt_token_ids=[prompts[0][:WARM_UP_TOKENS]], sampling_params=short)
+    # Backwards, so that the run finds none of its pages.
+    llm.generate(prompt_token_ids=[prompts[0][:WARM_UP_TOKENS][::-1]], sampling_params=short)
     _settle(llm)
     trace = llm.engine.trace
     trace.clear()

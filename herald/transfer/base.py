@@ -221,6 +221,22 @@ class Transfer(ABC):
         """
 
     @abstractmethod
+    def load_pages(self, src: Sequence[torch.Tensor], dst: torch.Tensor, after: Any = None) -> Ticket:
+        """Copy pages of the pool, one behind the other, to a device tensor of positions.
+
+        Does not queue behind moves nor copies to the host, and they not behind it. The caller keeps ``dst``
+        alive and unread, and the pages as they are, until the ticket is done.
+
+        Args:
+            src: runs of pages, each [pages, kv_heads, page_size, 2 * head_dim], contiguous.
+            dst: [kv_heads, pages of all runs * page_size, 2 * head_dim] of the same dtype, rows contiguous.
+            after: event after which ``dst`` may be written, or None.
+
+        Raises:
+            UsageError: the shapes do not match, or the transfer is closed.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Complete what was submitted, then end the threads. Idempotent.
 
@@ -302,3 +318,26 @@ def copy_pairs(
         if t.device.type != "cpu":
             raise UsageError(f"write_back to {t.device}", "pass host tensors as destinations")
     return [(s.view(-1), t.view(-1)) for s, t in zip(sources, targets, strict=True)]
+
+
+def page_pairs(src: Sequence[torch.Tensor], dst: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each run of pages the part of ``dst`` that it fills, as [pages, kv_heads, page_size, 2 * head_dim].
+
+    Raises:
+        UsageError: see `Transfer.load_pages`.
+    """
+    pairs, at = [], 0
+    for run in src:
+        pages, heads, size, width = run.shape
+        part = dst[:, at : at + pages * size]
+        if part.shape != (heads, pages * size, width) or run.dtype != dst.dtype or not run.is_contiguous():
+            raise UsageError(
+                f"pages {tuple(run.shape)} {run.dtype} from position {at} on do not fit "
+                f"{tuple(dst.shape)} {dst.dtype}",
+                "pass contiguous runs of pages, and as many positions for them",
+            )
+        pairs.append((run, part.unflatten(1, (pages, size)).transpose(0, 1)))
+        at += pages * size
+    if at != dst.shape[1]:
+        raise UsageError(f"{at} positions for {dst.shape[1]}", "pass as many of each")
+    return pairs

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from herald.kvstore.host_memory import REGISTER_BYTES
-from herald.transfer.base import RowMove, Span, Ticket, Transfer, copy_pairs
+from herald.transfer.base import RowMove, Span, Ticket, Transfer, copy_pairs, page_pairs
 from herald.transfer.pinned import PinnedRing
 from herald.transfer.streams import DeviceClock, DeviceStreams
 
@@ -23,6 +23,8 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 # Page-locked memory for ids of moves: a move of 150,000 rows has 3.6 MB of ids.
 RING_BYTES = 16 << 20
+# Device memory in which pages that arrive wait to be laid out by position.
+LOAD_BYTES = 32 << 20
 
 
 class DeviceTicket(Ticket):
@@ -144,7 +146,7 @@ class CudaTransfer(Transfer):
         self.streams = streams if streams is not None else DeviceStreams(arena_rows.device)
         self.register_bytes = REGISTER_BYTES
         # Whoever filled the arena did so on the compute stream.
-        for stream in (self.streams.copy, self.streams.back):
+        for stream in (self.streams.copy, self.streams.back, self.streams.load):
             stream.wait_stream(torch.cuda.current_stream(self.streams.device))
         self._clock = DeviceClock(self.streams.device)
         self._in_flight: deque[tuple[DeviceTicket, Pairs]] = deque()
@@ -152,6 +154,7 @@ class CudaTransfer(Transfer):
         # One a direction: who issues a move may have to wait for a buffer, who writes back must not.
         self._move_order = threading.Lock()
         self._back_order = threading.Lock()
+        self._load_order = threading.Lock()
 
     def submit(self, move: RowMove, after: Any = None) -> Ticket:
         self._check_move(move)
@@ -179,13 +182,22 @@ class CudaTransfer(Transfer):
             self._start(self.streams.back, partial(self._copy_back, pairs), after, ticket)
         return ticket
 
+    def load_pages(self, src: Sequence[torch.Tensor], dst: torch.Tensor, after: Any = None) -> Ticket:
+        pairs = page_pairs(src, dst)
+        ticket = self._ticket(dst.nbytes)
+        with self._load_order:
+            self._admit(ticket)
+            self._issue(self.streams.load, partial(self._load, pairs), after, ticket)
+        return ticket
+
     def close(self) -> None:
-        with self._move_order, self._back_order:
+        with self._move_order, self._back_order, self._load_order:
             if not self._shut():
                 return
         self._end()
         self.streams.copy.synchronize()
         self.streams.back.synchronize()
+        self.streams.load.synchronize()
         self._in_flight.clear()
         self._raise_unseen()
 
@@ -242,6 +254,20 @@ class CudaTransfer(Transfer):
                 continue
             for begin, end in pieces:
                 target[begin:end].copy_(source[begin:end], non_blocking=True)
+
+    def _load(self, pairs: Pairs) -> None:
+        """Bring runs of pages by the copy engine, in pieces, and lay each out by position."""
+        base = self.pool_rows.data_ptr()
+        piece = max(1, LOAD_BYTES // max((source[0].nbytes for source, _ in pairs), default=LOAD_BYTES))
+        for source, target in pairs:
+            for first in range(0, len(source), piece):
+                pages = source[first : first + piece]
+                # Memory of this stream: the next piece may take it as soon as this one is laid out.
+                arrived = torch.empty(pages.shape, dtype=pages.dtype, device=target.device)
+                flat, into = pages.view(-1), arrived.view(-1)
+                for begin, end in within_registrations(flat, base, self.register_bytes):
+                    into[begin:end].copy_(flat[begin:end], non_blocking=True)
+                target[first : first + piece].copy_(arrived)
 
 
 def within_registrations(target: torch.Tensor, base: int, size: int) -> list[tuple[int, int]]:

@@ -45,11 +45,12 @@ class _Current(AbstractContextManager[None]):
 
 
 class DeviceStreams:
-    """The streams of a device that copy: ``copy`` and ``back``.
+    """The streams of a device that copy: ``copy``, ``back`` and ``load``.
 
     ``copy`` takes rows to the device, with high priority: its few blocks get the next free SM instead of
     waiting behind the compute stream's grids. ``back`` takes rows to the host, by the copy engine, so
-    that neither direction queues behind the other. On the CPU both are None, and `on` does nothing.
+    that neither direction queues behind the other. ``load`` takes whole pages to the device, behind which the
+    few rows of a selection must not queue. On the CPU all are None, and `on` does nothing.
 
     Args:
         device: the device.
@@ -60,11 +61,13 @@ class DeviceStreams:
         self.is_cuda = self.device.type == "cuda"
         self.copy: Any = None
         self.back: Any = None
+        self.load: Any = None
         if self.is_cuda:
             if self.device.index is None:
                 self.device = torch.device("cuda", torch.cuda.current_device())
             self.copy = torch.cuda.Stream(self.device, priority=-1)
             self.back = torch.cuda.Stream(self.device)
+            self.load = torch.cuda.Stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[None]:
         """Make the device and one of its streams current for the calling thread."""

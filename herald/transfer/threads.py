@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from herald.transfer.base import RowMove, Span, Ticket, Transfer, copy_pairs
+from herald.transfer.base import RowMove, Span, Ticket, Transfer, copy_pairs, page_pairs
 from herald.transfer.packing import as_words, copy_listed_rows
 from herald.transfer.worker import FifoWorker
 
@@ -59,7 +59,7 @@ class HostTicket(Ticket):
 
 
 class ThreadTransfer(Transfer):
-    """Copies rows in threads of its own, one a direction, that hold no lock of the interpreter meanwhile.
+    """Copies rows in threads of its own, one for each kind, that hold no lock of the interpreter meanwhile.
 
     ``after`` may be None or anything with ``synchronize()``, which the worker calls first.
     """
@@ -74,6 +74,7 @@ class ThreadTransfer(Transfer):
         copy_listed_rows(self._arena_words, np.empty(0, np.int64), self._pool_words, np.empty(0, np.int64))
         self._mover = FifoWorker("herald-transfer")
         self._writer = FifoWorker("herald-write-back")
+        self._loader = FifoWorker("herald-load")
         self._order = threading.Lock()
 
     def submit(self, move: RowMove, after: Any = None) -> Ticket:
@@ -95,12 +96,22 @@ class ThreadTransfer(Transfer):
 
         return self._queue(self._writer, copy, after, HostTicket(sum(t.nbytes for _, t in pairs)))
 
+    def load_pages(self, src: Sequence[torch.Tensor], dst: torch.Tensor, after: Any = None) -> Ticket:
+        pairs = page_pairs(src, dst)
+
+        def copy() -> None:
+            for source, target in pairs:
+                target.copy_(source)
+
+        return self._queue(self._loader, copy, after, HostTicket(dst.nbytes))
+
     def close(self) -> None:
         with self._order:
             if not self._shut():
                 return
         self._mover.close()
         self._writer.close()
+        self._loader.close()
         self._raise_unseen()
 
     def _queue(

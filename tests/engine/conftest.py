@@ -29,10 +29,14 @@ def make_engine() -> Iterator[MakeEngine]:
     engines: list[Engine] = []
 
     def make(
-        folder: str = "sdar_b8", offload: OffloadConfig = DENSE, poison: bool = True, **limits: int
+        folder: str = "sdar_b8",
+        offload: OffloadConfig = DENSE,
+        poison: bool = True,
+        mask_token_id: int | None = None,
+        **limits: int,
     ) -> Engine:
         path = GOLDEN / folder
-        model = load_model(path, torch.device("cpu"), torch.float32)
+        model = load_model(path, torch.device("cpu"), torch.float32, mask_token_id=mask_token_id)
         engine = Engine(model, Tokenizer(path), offload, EngineConfig(**limits), seed=0, poison=poison)
         engines.append(engine)
         return engine

@@ -305,8 +305,12 @@ def leaks(engine: Engine) -> list[str]:
     if not engine.memory.arena.idle:
         found.append("arena rows")
     store = engine.memory.store
-    if store is not None and store.pool.allocator.num_free != store.pool.allocator.num_pages:
-        found.append("pages")
+    if store is not None:
+        pages = store.pool.allocator
+        if pages.num_free + len(engine.memory.prefixes) != pages.num_pages:
+            found.append("pages")
+        if max(map(pages.references, range(pages.num_pages))) > 1:
+            found.append("references")
     return found
 
 

@@ -181,7 +181,7 @@ class FakeStreams:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.copy, self.back = FakeStream(), FakeStream()
+        self.copy, self.back, self.load = FakeStream(), FakeStream(), FakeStream()
         self.current: list[FakeStream] = []
 
     def on(self, stream: FakeStream) -> AbstractContextManager[None]:
@@ -216,8 +216,11 @@ def test_each_direction_has_its_stream(transfer: FakeTransfer) -> None:
     before = FakeEvent()
     transfer.submit(RowMove(np.array([3]), np.array([0])), before)
     transfer.write_back(transfer.arena_rows[0], transfer.pool_rows[9])
-    assert streams.current == [streams.copy, streams.back]
+    layer, after = torch.empty(2, 4, 4), FakeEvent()
+    transfer.load_pages([transfer.pool_rows[:8].view(2, 2, 2, 4)], layer, after)
+    assert streams.current == [streams.copy, streams.back, streams.load]
     assert before in streams.copy.waited and before not in streams.back.waited
+    assert after in streams.load.waited and after not in streams.copy.waited
     assert torch.equal(transfer.pool_rows[9], transfer.pool_rows[3])
     transfer.close()
 
@@ -299,7 +302,7 @@ def test_streams_are_current_inside_only(monkeypatch: pytest.MonkeyPatch, curren
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     made = DeviceStreams("cuda:1")
-    for stream in (made.copy, made.back):
+    for stream in (made.copy, made.back, made.load):
         with pytest.raises(ValueError, match="inside"), made.on(stream):
             assert device == 1 and streams == {0: "default of 0", 1: stream}
             raise ValueError("inside")

@@ -1,0 +1,1 @@
+"""What a second question about a document costs."""
