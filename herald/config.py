@@ -82,7 +82,10 @@ class OffloadConfig:
             request with a fixed number of steps has to have such a step, and a block that ends before it
             (with a threshold, or begun by the prompt) selects at its end.
         refresh_lag: steps that selection and transfer of a refresh may take; the block waits for them then.
-            With 0 the step that refreshes commits only when it has its rows: one more forward, and an exposed wait.
+        refresh_commits: where a threshold decides: after a step that committed at least this share of its
+            block's positions, the next one first selects with its own queries, in a forward more, and commits
+            when it has those rows; what that takes is exposed. 0 for never. What is sure at once makes other
+            rows wanted at once, and the next step may be as sure without them.
         on_late: ``"wait"`` for a selection that is not there when its block begins, or
             ``"proceed"`` with the old set and apply it when it lands.
         difference_only: move only rows that are not resident yet; False moves the whole selection
@@ -113,6 +116,7 @@ class OffloadConfig:
     lookahead_context: LookaheadContext = "draft"
     refresh_step: int = 0
     refresh_lag: int = 2
+    refresh_commits: float = 0.25
     on_late: LateAction = "wait"
     difference_only: bool = True
     verify_transfers: bool = False
@@ -147,7 +151,13 @@ class OffloadConfig:
             "use 'draft' or 'block'",
         )
         check(self.refresh_step >= 0, "refresh_step", self.refresh_step, "use 0 for never, or 1 or more")
-        check(self.refresh_lag >= 0, "refresh_lag", self.refresh_lag, "use 0 or more")
+        check(self.refresh_lag >= 1, "refresh_lag", self.refresh_lag, "use 1 or more")
+        check(
+            0.0 <= self.refresh_commits <= 1.0,
+            "refresh_commits",
+            self.refresh_commits,
+            "use a share in (0, 1], such as 0.25, or 0 for never",
+        )
         check(self.on_late in ("wait", "proceed"), "on_late", self.on_late, "use 'wait' or 'proceed'")
         check(
             self.page_size >= 0, "page_size", self.page_size, "use 0 (automatic) or a multiple of the block"
@@ -165,6 +175,11 @@ class OffloadConfig:
             "use 'auto', 'zero_copy' or 'staged'",
         )
         check(self.num_threads >= 0, "num_threads", self.num_threads, "use 0 for all cores")
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether rows of a block may arrive within it."""
+        return self.refresh_step > 0 or self.refresh_commits > 0
 
     def check_steps(self, steps: int) -> None:
         """Hold a refresh to a block of ``steps`` steps: the look-ahead needs one after it.

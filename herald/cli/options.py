@@ -272,6 +272,13 @@ def add_offload_options(parser: argparse.ArgumentParser) -> None:
         help=f"key index (default: {default.index_bits}; 16 is exact)",
     )
     add(
+        "--refresh-commits",
+        type=number,
+        metavar="SHARE",
+        help="with a threshold, a step that follows one which committed this share of the block's positions "
+        f"first selects with its own queries, 0 for never (default: {default.refresh_commits})",
+    )
+    add(
         "--lookahead",
         choices=("fixed", "late"),
         help="look ahead in a fixed step of a block, or as late as measured times say that rows still "
@@ -346,6 +353,7 @@ _OFFLOAD = {
     "offload": "enabled",
     "kv_budget": "kv_budget",
     "index_bits": "index_bits",
+    "refresh_commits": "refresh_commits",
     "lookahead": "lookahead",
     "lookahead_step": "lookahead_step",
     "on_late": "on_late",

@@ -241,6 +241,7 @@ class Decoder:
             request.counters.steps += not part.lead
             if left >= 0 and not request.is_certain:
                 request.pace.saw(request.left, left)
+                request.committed = request.left - left
                 request.left = left
             news.append((part, left, tokens))
         return news

@@ -197,6 +197,8 @@ class StepPlanner:
             return request.block_length
         if captures or config.on_late == "proceed" or config.refresh_step:
             return 0
+        if config.refresh_commits and not request.is_certain:
+            return 0
         more = request.block < request.last_block
         if more and request.resident.needs_selection(request.prefix + request.block_length):
             return max(config.lookahead_step, self._step_before_look(request))
@@ -232,7 +234,7 @@ class StepPlanner:
     def _plan_own_selection(self, request: Request, table: BlockTable, plan: StepPlan) -> Part:
         """The block's lane, which only selects for the step that comes; what that takes is exposed."""
         assert request.resident is not None
-        request.refreshed_block = request.block
+        request.selected_in = (request.block, request.step)
         if request.waits_since is None:
             request.waits_since = time.perf_counter()
         source, start = table.tokens_row(request.slot), request.resident.row_start
@@ -266,25 +268,26 @@ class StepPlanner:
         config = request.resident.config
         if self.retriever is None or not config.refresh_step or request.step != config.refresh_step:
             return False
-        if config.refresh_lag == 0:
-            return False
         more = request.left > request.step_quota
         return more and request.selection is None and request.resident.needs_selection(request.prefix)
 
     def _selects_first(self, request: Request) -> bool:
-        """Whether the step waits for a refresh from its own queries (``refresh_lag`` 0)."""
+        """Whether the step has to wait for rows that its own queries choose (``refresh_commits``)."""
         assert request.resident is not None
-        config = request.resident.config
-        if self.retriever is None or not config.refresh_step or config.refresh_lag:
+        share = request.resident.config.refresh_commits
+        if self.retriever is None or not share or request.is_certain or request.selection is not None:
             return False
-        due = request.step == config.refresh_step and request.refreshed_block != request.block
-        return due and request.selection is None and request.resident.needs_selection(request.prefix)
+        if request.step == 0 or request.selected_in == (request.block, request.step):
+            return False
+        many = request.committed >= share * request.block_length
+        return many and request.resident.needs_selection(request.prefix)
 
     def _refresh_lands(self, request: Request) -> bool:
         """Whether a refresh is due in the next step."""
         assert request.resident is not None
         config, selection = request.resident.config, request.selection
         due = config.refresh_step and request.step >= config.refresh_step + config.refresh_lag
+        due = due or request.selected_in == (request.block, request.step)
         return bool(due) and selection is not None and selection.block == request.block
 
     def _apply_late(self, request: Request) -> None:

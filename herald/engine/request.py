@@ -82,7 +82,8 @@ class Request:
         times: of that selection, where somebody measures them.
         missed: selections that were given up; their rows may still be on the way.
         selected_block: the last block whose selection was applied.
-        refreshed_block: the last block a step of which selected before it committed (``refresh_lag`` 0).
+        committed: positions that the last step committed, where a threshold decides.
+        selected_in: (block, step) that selected last with its own queries before it committed.
         stored: the last job that stores or indexes rows of the request; a selection comes after it.
         store_error: what went wrong when rows were stored or indexed; the next selection raises it.
         shared: its first pages, which it shares.
@@ -128,7 +129,8 @@ class Request:
     unread: int = 0
     waits_since: float | None = None
     selected_block: int = -1
-    refreshed_block: int = -1
+    committed: int = 0
+    selected_in: tuple[int, int] = (-1, -1)
     pace: Pace = field(default_factory=Pace)
     selection: Selection | None = None
     times: SelectionTimes | None = None

@@ -63,8 +63,8 @@ def staging_rows(config: OffloadConfig, block_length: int, first_prefix: int, la
         wanted = set_size(config, block_length, prefix + block_length) - block_length
         absent = prefix - set_size(config, block_length, prefix) if config.difference_only else prefix
         most = max(most, min(wanted, absent))
-    if config.on_late == "proceed" or config.refresh_step:
-        first = first_prefix if config.refresh_step else first_prefix + block_length
+    if config.on_late == "proceed" or config.refreshes:
+        first = first_prefix if config.refreshes else first_prefix + block_length
         for late in range(first, last_prefix + 1, block_length):
             size = set_size(config, block_length, late)
             most = max(most, min(size, late - size) if config.difference_only else size)

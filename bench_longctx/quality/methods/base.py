@@ -84,6 +84,7 @@ class Method:
             "min_resident_rows": switches.min_resident_rows,
             "num_threads": switches.num_threads,
             "lookahead_step": 1,
+            "refresh_commits": 0.0,
         }
         return OffloadConfig(**{**given, **changes})
 

@@ -6,7 +6,7 @@ the current one, over the draft of what is still masked, in step 1 or in a step 
 ends sooner falls back to its boundary. `lookahead_late` does so as late as the machine's own times let it:
 its scores are of a machine under the load that it has, and may differ from run to run.
 `lookahead_refresh` selects once more within a block, from the queries of its step 1, for the steps from 2 on;
-`lookahead_hold` for step 1 itself, which commits nothing before its rows are there.
+`lookahead_hold`, the engine's default, for a step that follows many commits, which waits for its rows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LookaheadRefresh(Method):
 
 class LookaheadHold(Method):
     name = "lookahead_hold"
-    about = "as lookahead_1, and step 1 commits only with the rows that its own queries chose"
+    about = "as lookahead_1, and what follows many commits waits for rows of its own queries (default)"
 
     def offload(self, budget: float, switches: Switches) -> OffloadConfig:
-        return self.options(budget, switches, refresh_step=1, refresh_lag=0)
+        return self.options(budget, switches, refresh_commits=OffloadConfig.refresh_commits)
