@@ -232,7 +232,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write a checkpoint of random bf16 weights.")
     parser.add_argument("folder", type=Path, help="new folder for the checkpoint")
     parser.add_argument(
-        "--preset", choices=sorted(PRESETS), default="sdar-8b", help="shape to start from (%(default)s)"
+        "--preset",
+        choices=sorted(name for name, config in PRESETS.items() if config.noise is None),
+        default="sdar-8b",
+        help="shape to start from (%(default)s)",
     )
     for name, field in SHAPE_OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"override {field}")

@@ -23,8 +23,8 @@ class SamplingParams:
         top_k: candidates kept, 0 for all.
         seed: of the request's own generator, 0 to 2**63 - 1; None draws one.
         stop: strings that end the output, which is cut before them.
-        denoising_steps: steps T a block may take; 0 for one step a position. With the threshold
-            strategy it is the quota that guarantees progress.
+        denoising_steps: steps T a block may take; 0 for one step a position, of a canvas the
+            checkpoint's. With the threshold strategy it is the quota that guarantees progress.
         confidence_threshold: commit every masked position above it in a step
             (``low_confidence_dynamic``); None for a fixed quota a step (``low_confidence_static``);
             ``"auto"`` for the family's: 0.9, with full attention None.
@@ -40,6 +40,10 @@ class SamplingParams:
             computes all of them in every step, as released; ``"prefix"`` keeps those before the block while
             it is denoised, ``"dual"`` all but the block's (Fast-dLLM; both approximate). ``"auto"`` is
             ``"none"`` there; other families have an exact cache and take no other value.
+        entropy_bound: of a canvas of random tokens (DiffusionGemma): tokens are accepted in order of rising
+            entropy while the sum of those before is at most this, in nats; None for the checkpoint's.
+        stop_entropy: likewise: a canvas whose arg-max tokens did not change is finished below this mean
+            entropy, in nats; 0 for never before its last step, None for the checkpoint's.
         block_length: positions denoised together; 0 for the checkpoint's.
         sub_block_length: a step commits within the first part of the block that has a mask, of this length
             (Fast-dLLM v2); 0 for the family's own, which is 8 there.
@@ -59,6 +63,8 @@ class SamplingParams:
     confidence_factor: float | None = None
     algorithm: Algorithm = "auto"
     cache: CanvasCache = "auto"
+    entropy_bound: float | None = None
+    stop_entropy: float | None = None
     block_length: int = 0
     sub_block_length: int = 0
     ignore_eos: bool = False
@@ -67,7 +73,7 @@ class SamplingParams:
         check(isinstance(self.stop, (str, tuple, list)), "stop", self.stop, "use a string or a list of them")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
-        check_kinds(self, optional=("editing_threshold",))
+        check_kinds(self, optional=("editing_threshold", "entropy_bound", "stop_entropy"))
         check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "use 1 or more")
         check(
             0.0 <= self.temperature < math.inf,
@@ -126,6 +132,19 @@ class SamplingParams:
             "use 'auto', 'none', 'prefix' or 'dual'",
         )
         check(self.max_post_steps >= 0, "max_post_steps", self.max_post_steps, "use 0 or more, such as 16")
+        bound, stop_below = self.entropy_bound, self.stop_entropy
+        check(
+            bound is None or (is_number(bound) and 0.0 < bound < math.inf),
+            "entropy_bound",
+            bound,
+            "use more than 0, such as 0.1, or None for the checkpoint's",
+        )
+        check(
+            stop_below is None or (is_number(stop_below) and 0.0 <= stop_below < math.inf),
+            "stop_entropy",
+            stop_below,
+            "use 0 (never) or more, such as 0.005, or None for the checkpoint's",
+        )
         check(self.block_length >= 0, "block_length", self.block_length, "use 0 for the checkpoint's")
         sub_block = self.sub_block_length
         check(

@@ -32,7 +32,9 @@ from herald.models import PRESETS
 BLOCK, BUDGET = 32, 0.05
 MAX_POSITIONS = 1 << 18
 # What is measured are blocks of a prefix that is final.
-BLOCK_PRESETS = sorted(name for name, config in PRESETS.items() if not config.full_attention)
+BLOCK_PRESETS = sorted(
+    name for name, config in PRESETS.items() if not config.full_attention and config.noise is None
+)
 GIB = 1 << 30
 # Device memory that dense and offloading engine may each use.
 CAP_BYTES = 80 * GIB

@@ -236,6 +236,20 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"with it, steps of a block that has no mask left (default: {default.max_post_steps})",
     )
+    add(
+        "--entropy-bound",
+        type=number,
+        metavar="NATS",
+        help="of a canvas: accept tokens while the entropies of those before add up to no more "
+        "(DiffusionGemma; default: checkpoint's)",
+    )
+    add(
+        "--stop-entropy",
+        type=number,
+        metavar="NATS",
+        help="of a canvas: finished when it is unchanged and its mean entropy below this, 0 for never "
+        "(default: checkpoint's)",
+    )
     add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
 
 
@@ -347,6 +361,8 @@ _SAMPLING = {
     "sub_block_length": "sub_block_length",
     "editing_threshold": "editing_threshold",
     "max_post_steps": "max_post_steps",
+    "entropy_bound": "entropy_bound",
+    "stop_entropy": "stop_entropy",
     "ignore_eos": "ignore_eos",
 }
 _OFFLOAD = {

@@ -116,7 +116,9 @@ def _prompts(llm: LLM, texts: Sequence[str] | None, args: argparse.Namespace) ->
     if texts is not None:
         return [list(llm.tokenizer.encode(texts[0]))] * args.num_requests
     config = llm.model.config
-    return random_prompts(args.num_requests, args.tokens, config.vocab_size, config.mask_token_id)
+    return random_prompts(
+        args.num_requests, args.tokens, config.vocab_size, config.mask_token_id, config.media_token_ids
+    )
 
 
 def _write(folder: Path, result: Run, as_json: bool) -> None:

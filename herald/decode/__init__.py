@@ -2,7 +2,17 @@
 
 from herald.decode.canvas import BlockState
 from herald.decode.detokenize import IncrementalDecoder
-from herald.decode.policy import CanvasPlan, CanvasPolicy, DecodePolicy, Policy, policy_of
+from herald.decode.entropy_bound import NoiseRules, NoiseStep, advance
+from herald.decode.noise import Noise, uniform_noise
+from herald.decode.policy import (
+    CanvasPlan,
+    CanvasPolicy,
+    DecodePolicy,
+    NoisePolicy,
+    Policy,
+    policy_for,
+    policy_of,
+)
 from herald.decode.quota import quota
 from herald.decode.sampling import draw, request_generator
 from herald.decode.stop import StopChecker
@@ -14,13 +24,20 @@ __all__ = [
     "CanvasPolicy",
     "DecodePolicy",
     "IncrementalDecoder",
+    "Noise",
+    "NoisePolicy",
+    "NoiseRules",
+    "NoiseStep",
     "Policy",
     "StopChecker",
     "Take",
+    "advance",
     "candidates",
     "draw",
+    "policy_for",
     "policy_of",
     "quota",
     "request_generator",
     "taken",
+    "uniform_noise",
 ]

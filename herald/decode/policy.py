@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from herald.config import check
@@ -18,6 +18,8 @@ from herald.decode.canvas import (
 )
 from herald.decode.quota import quota
 from herald.decode.take import Rank
+from herald.models import ModelConfig
+from herald.models.noise_config import NoiseConfig
 from herald.models.registry import family_named
 from herald.sampling_params import CanvasCache, SamplingParams
 
@@ -51,6 +53,12 @@ class Policy(ABC):
     def _settled(self, params: SamplingParams) -> SamplingParams: ...
 
 
+def _check_no_entropies(params: SamplingParams) -> None:
+    remedy = "use None: only a canvas of random tokens (DiffusionGemma) is decoded by entropy"
+    check(params.entropy_bound is None, "entropy_bound", params.entropy_bound, remedy)
+    check(params.stop_entropy is None, "stop_entropy", params.stop_entropy, remedy)
+
+
 @dataclass(frozen=True)
 class DecodePolicy(Policy):
     """Blocks one after the other, each final before the next: a quota of the most confident positions a step.
@@ -60,12 +68,14 @@ class DecodePolicy(Policy):
         sub_block_length: a step decides within one sub-block of this length, the first that has a mask; 0 for
             blocks that are decoded whole.
         may_edit: `SamplingParams.editing_threshold` is understood: the model was trained to correct tokens.
+        blocks_from_prompt: blocks are counted from the end of the prompt, not from position 0.
     """
 
     name: str
     steps_within_tokens: bool = False
     may_edit: bool = False
     sub_block_length: int = 0
+    blocks_from_prompt: bool = False
 
     def quotas(self, block_length: int, params: SamplingParams) -> list[int]:
         """Positions that each step of a block commits at least."""
@@ -93,6 +103,10 @@ class DecodePolicy(Policy):
         windows = (length,) * (block_length // length)
         return (1, length - 1, *windows[1:]) if leads and length > 1 else windows
 
+    def is_certain(self, params: SamplingParams) -> bool:
+        """Whether the host knows how much a step commits before it has run."""
+        return params.confidence_threshold is None and params.editing_threshold is None
+
     def check(self, params: SamplingParams) -> None:
         threshold = params.editing_threshold
         remedy = "use None: only LLaDA2.1 checkpoints correct their tokens"
@@ -104,10 +118,49 @@ class DecodePolicy(Policy):
         check(cache == "auto", "cache", cache, "use 'auto': this family has an exact cache")
         check(factor is None, "confidence_factor", factor, "use None: it is known for LLaDA only")
         check(algorithm == "auto", "algorithm", algorithm, "use 'auto': only Dream has several")
+        _check_no_entropies(params)
 
     def _settled(self, params: SamplingParams) -> SamplingParams:
         auto = params.confidence_threshold == "auto"
         return replace(params, confidence_threshold=BLOCK_THRESHOLD) if auto else params
+
+
+@dataclass(frozen=True)
+class NoisePolicy(DecodePolicy):
+    """Decoding of a canvas; see `herald.decode.entropy_bound`. What a block takes is counted in steps.
+
+    Attributes:
+        noise: settings of the checkpoint.
+    """
+
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+
+    def rules(self, params: SamplingParams) -> NoiseConfig:
+        """The checkpoint's settings, but for those that a request brings."""
+        bound, stop = params.entropy_bound, params.stop_entropy
+        return replace(
+            self.noise,
+            max_steps=params.denoising_steps or self.noise.max_steps,
+            entropy_bound=self.noise.entropy_bound if bound is None else bound,
+            stop_entropy=self.noise.stop_entropy if stop is None else stop,
+        )
+
+    def quotas(self, block_length: int, params: SamplingParams) -> list[int]:
+        """One for each step that the canvas may take."""
+        return [1] * self.rules(params).max_steps
+
+    def is_certain(self, params: SamplingParams) -> bool:
+        """Whether the canvas takes all its steps."""
+        return self.rules(params).stop_entropy == 0
+
+    def check(self, params: SamplingParams) -> None:
+        super().check(replace(params, entropy_bound=None, stop_entropy=None))
+        threshold = params.confidence_threshold
+        remedy = "leave it out: a canvas is accepted by entropy_bound, and ends by stop_entropy"
+        check(threshold in (None, "auto"), "confidence_threshold", threshold, remedy)
+
+    def _settled(self, params: SamplingParams) -> SamplingParams:
+        return replace(params, confidence_threshold=None)
 
 
 @dataclass(frozen=True)
@@ -153,6 +206,7 @@ class CanvasPolicy(Policy):
         check(editing is None, "editing_threshold", editing, "use None: only LLaDA2.1 corrects its tokens")
         length = params.sub_block_length
         check(length == 0, "sub_block_length", length, "use 0: only Fast-dLLM v2 decodes in sub-blocks")
+        _check_no_entropies(params)
 
     def _settled(self, params: SamplingParams) -> SamplingParams:
         threshold, cache = params.confidence_threshold, params.cache
@@ -248,6 +302,7 @@ POLICIES: dict[str, Policy] = {
         DecodePolicy("fast_dllm_v2", sub_block_length=8),
         LladaPolicy(),
         DreamPolicy(),
+        NoisePolicy("entropy_bound", blocks_from_prompt=True),
     )
 }
 
@@ -255,3 +310,11 @@ POLICIES: dict[str, Policy] = {
 def policy_of(family: str) -> Policy:
     """The policy of a family, by its name."""
     return POLICIES[family_named(family).policy]
+
+
+def policy_for(config: ModelConfig) -> Policy:
+    """The policy of a checkpoint, with its settings."""
+    policy = policy_of(config.family)
+    if isinstance(policy, NoisePolicy) and config.noise is not None:
+        return replace(policy, noise=config.noise)
+    return policy

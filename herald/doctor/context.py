@@ -27,9 +27,13 @@ def shape_of(name: str, config: ModelConfig, dtype_bytes: int) -> ModelShape:
     """What of a model's configuration decides about memory, in a run with numbers of ``dtype_bytes``."""
     from herald.models import num_parameters
 
+    windowed, window_bytes = config.windowed, 0
+    if windowed is not None:
+        row = 2 * windowed.head_dim * dtype_bytes
+        window_bytes = len(windowed.layers) * windowed.num_kv_heads * windowed.window * row
     return ModelShape(
         name=name,
-        num_layers=config.num_layers,
+        num_layers=config.num_full_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         hidden_size=config.hidden_size,
@@ -38,6 +42,7 @@ def shape_of(name: str, config: ModelConfig, dtype_bytes: int) -> ModelShape:
         weight_bytes=num_parameters(config) * dtype_bytes,
         dtype_bytes=dtype_bytes,
         full_attention=config.full_attention,
+        window_bytes=window_bytes,
     )
 
 

@@ -24,11 +24,13 @@ class ModelShape:
     """What of a model decides about memory.
 
     Attributes:
+        num_layers: whose rows the host holds; those with a window are not among them.
         max_positions: positions the checkpoint was made for.
         weight_bytes: bytes of all weights in the run's dtype.
         dtype_bytes: bytes of a number in weights and KV.
         full_attention: rows are computed anew for every block and never kept on the host; see
             `herald.engine.canvas`.
+        window_bytes: rows of a request in layers with a window, on the device, whatever its length.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ModelShape:
     weight_bytes: int
     dtype_bytes: int = 2
     full_attention: bool = False
+    window_bytes: int = 0
 
     @property
     def layer_kv_bytes(self) -> int:
@@ -124,7 +127,7 @@ def device_bytes(shape: ModelShape, tokens: int, config: OffloadConfig) -> int:
     """Device memory of one request: weights, resident set, staging, and the transient part of prefill."""
     rows = sum(set_rows(tokens, config))
     transient = prefill_device_bytes(shape, tokens)
-    return shape.weight_bytes + WORKSPACE_BYTES + rows * shape.kv_bytes + transient
+    return shape.weight_bytes + WORKSPACE_BYTES + rows * shape.kv_bytes + shape.window_bytes + transient
 
 
 def dense_device_bytes(shape: ModelShape, tokens: int) -> float:
@@ -132,7 +135,7 @@ def dense_device_bytes(shape: ModelShape, tokens: int) -> float:
     transient = tokens * (2 * shape.hidden_size * shape.dtype_bytes + 4 * shape.head_dim)
     if shape.full_attention:
         transient += tokens * shape.layer_kv_bytes  # of the layer in work, beside those that are kept
-    return shape.weight_bytes + WORKSPACE_BYTES + tokens * shape.kv_bytes + transient
+    return shape.weight_bytes + WORKSPACE_BYTES + tokens * shape.kv_bytes + shape.window_bytes + transient
 
 
 def largest(fits: Callable[[int], bool], limit: int = SEARCH_LIMIT) -> int:

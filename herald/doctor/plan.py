@@ -31,7 +31,7 @@ class BatchPlan:
         weight_bytes, workspace_bytes: on the device, whatever the requests.
         prefill_bytes: on the device while a prompt is read, one at a time.
         resident_rows: of a request, in each layer and KV head; staging_rows: those that may arrive at once.
-        resident_bytes, staging_bytes: of a request, on the device.
+        resident_bytes, staging_bytes: of a request, on the device; with the rows of layers with a window.
         host_bytes: of a request, rows and key index; prefill_host_bytes: beside them, while one is read.
         device_memory, host_memory: what was planned for; ``device_memory`` is None on a CPU, where the host's
             memory holds both sides.
@@ -80,7 +80,7 @@ def plan_batch(
         device_memory: bytes of the GPU; None for a run on the CPU.
     """
     resident, staging = set_rows(context, config)
-    set_bytes = (resident + staging) * shape.kv_bytes
+    set_bytes = (resident + staging) * shape.kv_bytes + shape.window_bytes
     prefill, waiting = prefill_device_bytes(shape, context), prefill_host_bytes(shape, context)
     fixed = shape.weight_bytes + WORKSPACE_BYTES + prefill
     a_request = host_request_bytes(shape, context, config)
@@ -100,7 +100,7 @@ def plan_batch(
         prefill_bytes=prefill,
         resident_rows=resident,
         staging_rows=staging,
-        resident_bytes=resident * shape.kv_bytes,
+        resident_bytes=resident * shape.kv_bytes + shape.window_bytes,
         staging_bytes=staging * shape.kv_bytes,
         host_bytes=a_request,
         prefill_host_bytes=waiting,
@@ -109,7 +109,7 @@ def plan_batch(
         batch=min(device_batch, host_batch),
         device_batch=device_batch,
         host_batch=host_batch,
-        dense_batch=room // (context * shape.kv_bytes),
+        dense_batch=room // (context * shape.kv_bytes + shape.window_bytes),
         longest=fit.tokens,
     )
 

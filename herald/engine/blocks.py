@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
 
+from herald.engine.lanes import StepInputs
+from herald.engine.request import Request
 from herald.sampling_params import SamplingParams
+from herald_kernels import open_blocks
 
 
 class BlockTable:
@@ -32,14 +36,18 @@ class BlockTable:
         edits: int64 [S, 3], how far the block of an edited slot is; see `herald_kernels.commit_edits`.
     """
 
+    regions: ClassVar[int] = 3
+
     def __init__(
         self, block_length: int, num_slots: int, mask_id: int, device: torch.device, windowed: bool = False
     ) -> None:
         slots = num_slots + 1
         self.block_length = block_length
         self.mask_id = mask_id
-        self.rows = torch.full((3 * slots + 1, block_length), mask_id, dtype=torch.int64, device=device)
-        self.tokens, self.draft, self.closed = self.rows[:-1].view(3, slots, block_length)
+        self.rows = torch.full(
+            (self.regions * slots + 1, block_length), mask_id, dtype=torch.int64, device=device
+        )
+        self.tokens, self.draft, self.closed = self.rows[:-1].view(self.regions, slots, block_length)[:3]
         self.masked = torch.zeros(slots, block_length, dtype=torch.bool, device=device)
         self.threshold = torch.full((slots,), float("inf"), device=device)
         self.edit_threshold = torch.full_like(self.threshold, float("inf"))
@@ -65,7 +73,27 @@ class BlockTable:
 
     @property
     def masks_row(self) -> int:
-        return 3 * self.num_slots
+        return self.regions * self.num_slots
+
+    def fresh_row(self, slot: int) -> int:
+        """Index in ``rows`` of what a slot's next block starts as."""
+        return self.masks_row
+
+    def begin(self, request: Request, seed: int) -> None:
+        """Give a request a slot that holds its first block.
+
+        Args:
+            seed: of the request; here its generator draws, and nothing else is random.
+        """
+        tokens, masked = first_block(request.prompt_ids, self.block_length, self.mask_id)
+        request.slot = self.take(tokens, masked, request.params, request.windows)
+        request.left = int(masked.sum())
+
+    def open(self, given: StepInputs) -> None:
+        """Begin the next block of the slots that a step opens; part of its work on the device."""
+        open_blocks(
+            self.tokens, self.masked, self.draft, self.closed, given.slot, given.opening, self.mask_id
+        )
 
     def take(
         self, tokens: np.ndarray, masked: np.ndarray, params: SamplingParams, windows: Sequence[int] = ()
@@ -97,6 +125,18 @@ class BlockTable:
     def give_back(self, slot: int) -> None:
         """Its steps under way may still write to it; whoever takes it next comes after them."""
         self._free.append(slot)
+
+
+def first_block(prompt: list[int], block_length: int, mask_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and masked flags of the first block to decode: the prompt's tail, then masks.
+
+    Returns:
+        (int64 [B], bool [B]). A literal mask id in the prompt is not masked: it is the prompt's.
+    """
+    tail = prompt[len(prompt) // block_length * block_length :]
+    tokens = np.full(block_length, mask_id, dtype=np.int64)
+    tokens[: len(tail)] = tail
+    return tokens, np.arange(block_length) >= len(tail)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

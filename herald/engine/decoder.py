@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from herald.decode import DecodePolicy, draw, policy_of
+from herald.decode import DecodePolicy, Noise, draw, policy_of, uniform_noise
 from herald.engine.blocks import BlockTable
 from herald.engine.lanes import StepPlan, StepShape
+from herald.engine.noise_table import NoiseTable
 from herald.engine.plain_step import PlainStep
 from herald.engine.planner import Part, StepPlanner, count_down, retrieval_error
 from herald.engine.program import StepProgram
@@ -71,6 +72,7 @@ class Decoder:
 
     Attributes:
         planner: what each request does in a step.
+        noise: of the canvases that begin from now on; replaced to give them known tokens.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Decoder:
         self.runner = runner
         self.model = runner.model
         self.planner = StepPlanner(retriever, trace)
+        self.noise: Noise = uniform_noise
         self.trace = trace
         self.max_num_seqs = max_num_seqs
         self.under_way: deque[Step] = deque()
@@ -90,13 +93,15 @@ class Decoder:
     def table(self, block_length: int) -> BlockTable:
         """The blocks under way of one length."""
         if block_length not in self._tables:
-            mask_id, device = self.model.config.mask_token_id, self.model.device
-            policy = policy_of(self.model.config.family)
-            sub_blocks = isinstance(policy, DecodePolicy) and policy.sub_block_length > 0
-            windowed = self.model.config.shifted or sub_blocks
-            self._tables[block_length] = BlockTable(
-                block_length, self.max_num_seqs, mask_id, device, windowed
-            )
+            count, config, device = self.max_num_seqs, self.model.config, self.model.device
+            if config.noise is not None:
+                table: BlockTable = NoiseTable(block_length, count, self.model, self.noise)
+            else:
+                policy = policy_of(config.family)
+                sub_blocks = isinstance(policy, DecodePolicy) and policy.sub_block_length > 0
+                windowed = config.shifted or sub_blocks
+                table = BlockTable(block_length, count, config.mask_token_id, device, windowed)
+            self._tables[block_length] = table
         return self._tables[block_length]
 
     def has_room(self, group: list[Request], alone: bool) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from herald.config import EngineConfig, OffloadConfig
-from herald.decode import DecodePolicy, Policy, StopChecker, policy_of, request_generator
+from herald.decode import DecodePolicy, Policy, StopChecker, policy_for, request_generator
 from herald.engine.blocks import to_device
 from herald.engine.decoder import MAX_UNDER_WAY, Decoder
 from herald.engine.limits import check_page, check_prompt
@@ -20,7 +20,7 @@ from herald.engine.lookahead import LateLookahead
 from herald.engine.memory import EngineMemory, HostStore
 from herald.engine.memory_needs import memory_needs
 from herald.engine.planner import retrieval_error
-from herald.engine.prefill import PrefillTask, first_block, scores_by
+from herald.engine.prefill import PrefillTask, scores_by
 from herald.engine.request import Phase, Request
 from herald.engine.retriever import Retriever
 from herald.engine.runner import LaneRunner
@@ -79,7 +79,7 @@ class Engine:
         self.memory = EngineMemory(model, offload, poison)
         self.prefixes = SharedPrefixes(self.memory, config.prefill_chunk)
         self.scheduler = Scheduler(config)
-        self.runner = LaneRunner(model, self.memory.arena, config.cuda_graphs)
+        self.runner = LaneRunner(model, self.memory.arena, config.cuda_graphs, self.memory.windows)
         self.retriever: Retriever | None = None
         self.decoder = Decoder(self.runner, None, self.trace, config.max_num_seqs)
         if offload.lookahead == "late":
@@ -108,7 +108,7 @@ class Engine:
         Raises:
             PromptTooLong, InvalidOption, HostPoolTooSmall: it could never run.
         """
-        policy = policy_of(self.model.config.family)
+        policy = policy_for(self.model.config)
         params = policy.settle(params)
         eos = () if params.ignore_eos else self.model.config.eos_token_ids
         request_id = request_id or f"request-{next(self._ids)}"
@@ -188,7 +188,8 @@ class Engine:
         assert isinstance(policy, DecodePolicy)
         config = self.model.config
         block = params.block_length or config.block_length
-        check_prompt(prompt_ids, params, block, config, self.max_model_len)
+        from_prompt = policy.blocks_from_prompt
+        check_prompt(prompt_ids, params, block, config, self.max_model_len, from_prompt=from_prompt)
         if self.offload.enabled:
             check_page(block, self.memory.layout.page_size)
         windows = policy.windows(block, params, config.shifted)
@@ -235,6 +236,7 @@ class Engine:
             self._grow()
         try:
             request.resident = request.make_resident(self.memory.arena, self.offload)
+            request.resident.take_window(self.memory.windows, self.memory.window_rows)
         except MemoryError:
             return False
         if not self.prefixes.take(request, alone=not self.scheduler.running):
@@ -246,12 +248,12 @@ class Engine:
 
     def _grow(self) -> None:
         """Size arena and pool for as many waiting requests as may run at once, at least for the first."""
-        replaced = self.memory.arena.replaced
+        replaced = self.memory.replaced
         waiting = list(itertools.islice(self.scheduler.waiting, self.config.max_num_seqs))
         try:
             self.memory.ensure_one(memory_needs(waiting, self.offload, self.prefixes))
         finally:
-            if self.memory.arena.replaced != replaced:
+            if self.memory.replaced != replaced:
                 self.decoder.forget_programs()  # they read the rows that were replaced
             self._connect()
 
@@ -278,14 +280,10 @@ class Engine:
         self.decoder.planner.retriever = self.retriever
 
     def _start_prefill(self, request: Request) -> None:
-        tokens, masked = first_block(
-            request.prompt_ids, request.block_length, self.model.config.mask_token_id
-        )
-        table = self.decoder.table(request.block_length)
-        request.slot = table.take(tokens, masked, request.params, request.windows)
+        seed = self._seed(request)
+        request.generator = request_generator(self.model.device, seed)
+        self.decoder.table(request.block_length).begin(request, seed)
         request.block = request.selected_block = request.prompt_blocks
-        request.left = int(masked.sum())
-        request.generator = self._generator(request)
 
     def _prefill_task(self, request: Request) -> PrefillTask:
         """The prefill of a request whose turn it is: only now is it known what it shares."""
@@ -304,11 +302,13 @@ class Engine:
         )
 
     def _generator(self, request: Request) -> torch.Generator:
-        """The request's own, from its seed or from one that is drawn."""
+        """The request's own."""
+        return request_generator(self.model.device, self._seed(request))
+
+    def _seed(self, request: Request) -> int:
+        """The request's, or one that is drawn for it."""
         seed = request.params.seed
-        if seed is None:
-            seed = int(torch.randint(2**62, (), generator=self._seeds))
-        return request_generator(self.model.device, seed)
+        return int(torch.randint(2**62, (), generator=self._seeds)) if seed is None else seed
 
     def _prefill(self, progress: ProgressCallback | None) -> list[Request]:
         request = self.scheduler.prefilling()
@@ -407,7 +407,8 @@ class Engine:
             tokens: of the block, -1 where masked.
         """
         begin = request.prompt_in_block(block)
-        end = min(len(request.prompt_ids) + request.params.max_tokens - block * len(tokens), len(tokens))
+        last = len(request.prompt_ids) + request.params.max_tokens
+        end = min(last - request.start_of(block), len(tokens))
         shown = tokens[begin:end]
         if -1 not in shown:
             return True

@@ -1,7 +1,8 @@
 """Lanes: the one shape of a forward.
 
 A lane is B consecutive positions of one request. It attends to the request's resident set, to itself
-(bidirectionally) and to its parent lane. See `docs/architecture.md` for what this one rule covers.
+(bidirectionally, or causally where finished blocks are encoded so) and to its parent lane. See
+`docs/architecture.md` for what this one rule covers.
 
 A step is described by integers alone, so that a CUDA graph recorded for a `StepShape` serves every step
 of that shape: `StepPlan` collects them on the host, `StepInputs` names their places on the device.
@@ -39,22 +40,24 @@ class StepShape(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Lengths of the fields of `StepInputs` but for ``free_rows``."""
-        return (*[self.lanes] * 5, *[self.logits] * 4, self.finals, self.captures)
+        return (*[self.lanes] * 7, *[self.logits] * 4, self.finals, self.captures)
 
     @property
     def quotas_at(self) -> int:
         """Where in a step's integers the quotas begin."""
-        return 5 * self.lanes + 3 * self.logits
+        return 7 * self.lanes + 3 * self.logits
 
 
 class StepInputs(NamedTuple):
-    """The integers of a step, each int64: [N] x 5, [R] x 4, [F], [C], [F * layers * kv_heads * B]."""
+    """The integers of a step, each int64: [N] x 7, [R] x 4, [F], [C], [F * layers * kv_heads * B]."""
 
     source: torch.Tensor  # row of the block table that holds the lane's tokens
     position: torch.Tensor  # of its first token
     row_start: torch.Tensor  # first arena row of its request
     length: torch.Tensor  # rows of the resident set it attends to
     parent: torch.Tensor  # a lane of this step, or -1
+    window_start: torch.Tensor  # first row of its request among the rows of layers with a window
+    final: torch.Tensor  # 1 where its tokens are taken as final: a finished block, or a draft of one
     logit_lane: torch.Tensor
     slot: torch.Tensor  # of the block table
     opening: torch.Tensor  # 1 where the slot's block is finished and its next block begins
@@ -79,7 +82,7 @@ class StepPlan:
     """
 
     def __init__(self) -> None:
-        # [lanes, 5] and [blocks, 4], each flat: the first and the next fields of `StepInputs`.
+        # [lanes, 7] and [blocks, 4], each flat: the first and the next fields of `StepInputs`.
         self._lanes: list[int] = []
         self._blocks: list[int] = []
         self.longest = 0
@@ -88,16 +91,25 @@ class StepPlan:
 
     @property
     def num_lanes(self) -> int:
-        return len(self._lanes) // 5
+        return len(self._lanes) // 7
 
     @property
     def num_blocks(self) -> int:
         return len(self._blocks) // 4
 
-    def add_lane(self, source: int, position: int, row_start: int, length: int, parent: int = -1) -> int:
-        """Append a lane; returns its index."""
-        lane = len(self._lanes) // 5
-        self._lanes += (source, position, row_start, length, parent)
+    def add_lane(
+        self,
+        source: int,
+        position: int,
+        row_start: int,
+        length: int,
+        parent: int = -1,
+        window_start: int = 0,
+        final: bool = False,
+    ) -> int:
+        """Append a lane, see `StepInputs`; returns its index."""
+        lane = len(self._lanes) // 7
+        self._lanes += (source, position, row_start, length, parent, window_start, int(final))
         if length > self.longest:
             self.longest = length
         return lane
@@ -127,15 +139,11 @@ class StepPlan:
 
         Padding touches nothing but the spare slot.
         """
-        lanes = self._lanes + [masks_row, 0, 0, 0, -1] * (shape.lanes - self.num_lanes)
+        lanes = self._lanes + [masks_row, 0, 0, 0, -1, 0, 0] * (shape.lanes - self.num_lanes)
         blocks = self._blocks + [0, spare_slot, 0, 0] * (shape.logits - self.num_blocks)
         finals, captures = self.final_lane, self.capture_lane
         values = [
-            *lanes[0::5],
-            *lanes[1::5],
-            *lanes[2::5],
-            *lanes[3::5],
-            *lanes[4::5],
+            *(number for field in range(7) for number in lanes[field::7]),
             *blocks[0::4],
             *blocks[1::4],
             *blocks[2::4],

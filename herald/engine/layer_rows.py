@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import torch
 
+from herald.models.noise_config import WindowLayers
 from herald.transfer import Ticket
 
 # (layer, where its rows go [kv_heads, shared positions, 2 * head_dim]) -> ticket. They are written after
@@ -73,3 +74,42 @@ class LayerRows:
     def _start(self, layer: int) -> None:
         assert self._load is not None
         self._arriving[layer] = self._load(layer, self._buffer(layer)[:, : self._shared])
+
+
+class WindowRows:
+    """Rows of a layer with a window while chunks of a prompt pass it: the last ones, and those of a chunk.
+
+    Args:
+        layers: gives their shape.
+        chunk: positions of the longest chunk.
+        dtype, device: of the rows.
+
+    Attributes:
+        length: positions before its own that a token sees.
+    """
+
+    def __init__(self, layers: WindowLayers, chunk: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.length = layers.window
+        shape = (layers.num_kv_heads, self.length + chunk, 2 * layers.head_dim)
+        self._rows = torch.empty(shape, dtype=dtype, device=device)
+        self._used = 0
+
+    @property
+    def last(self) -> torch.Tensor:
+        """[kv_heads, n, 2 * head_dim] of the last positions taken, the window's at most."""
+        return self._rows[:, max(self._used - self.length, 0) : self._used]
+
+    def take(self, start: int, size: int) -> tuple[torch.Tensor, int]:
+        """Room for a chunk of ``size`` positions that begins at ``start``, behind those before it.
+
+        Returns:
+            [kv_heads, n + size, 2 * head_dim] and n: its first n rows are those of the n positions before the
+            chunk.
+        """
+        if start == 0:
+            self._used = 0
+        kept = self.last
+        before = kept.shape[1]
+        self._rows[:, :before] = kept.clone()
+        self._used = before + size
+        return self._rows[:, : self._used], before

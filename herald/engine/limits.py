@@ -16,6 +16,7 @@ def check_prompt(
     config: ModelConfig,
     limit: int,
     output: int = 0,
+    from_prompt: bool = False,
 ) -> None:
     """Refuse a prompt that could never run.
 
@@ -23,9 +24,10 @@ def check_prompt(
         block: block length of the request.
         limit: positions a request may use.
         output: of them those that the output takes, 0 for ``max_tokens``.
+        from_prompt: blocks are counted from the end of the prompt.
 
     Raises:
-        InvalidOption: no tokens, or one that is not in the vocabulary.
+        InvalidOption: no tokens, or one that is not in the vocabulary or stands for a picture.
         PromptTooLong: prompt and ``max_tokens`` need more positions than ``limit``.
     """
     if not prompt_ids:
@@ -34,14 +36,25 @@ def check_prompt(
     bad = next((t for t in prompt_ids if not 0 <= t < vocab), None)
     if bad is not None:
         raise InvalidOption(f"token id {bad} is not in the vocabulary", f"use ids from 0 to {vocab - 1}")
+    media = set(prompt_ids).intersection(config.media_token_ids)
+    if media:
+        raise InvalidOption(
+            f"token id {min(media)} stands for what is no text",
+            "prompt with text alone: nothing else is read",
+        )
     output = output or params.max_tokens
-    needed = -(-(len(prompt_ids) + output) // block) * block
+    before = len(prompt_ids) if from_prompt else 0
+    needed = before - (before - len(prompt_ids) - output) // block * block
     if needed <= limit:
         return
-    room = limit // block * block - output
+    if from_prompt:
+        room, longest = limit + -output // block * block, (limit - 1) // block * block + 1
+    else:
+        longest = limit // block * block
+        room = longest - output
     remedy = f"use at most {room:,} prompt tokens, a smaller max_tokens"
     if room < 1:
-        remedy = f"use max_tokens below {limit // block * block:,}"
+        remedy = f"use max_tokens below {longest:,}"
     raise PromptTooLong(
         f"prompt of {len(prompt_ids):,} tokens + max_tokens={params.max_tokens:,} exceed "
         f"the limit of {limit:,} positions",

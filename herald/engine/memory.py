@@ -40,6 +40,7 @@ class MemoryNeed(NamedTuple):
     arena_rows: int
     pages: int
     keep_prefixes: bool = True
+    requests: int = 0
 
 
 class HostStore:
@@ -138,6 +139,8 @@ class EngineMemory:
 
     Attributes:
         arena: the device rows, the same object for as long as the engine lives.
+        windows: likewise, of the layers with a window: a ring of as many rows for each request. None
+            without such layers.
         store: the host side; None without offload, and before a request needs a page.
         shares_prefixes: whether requests share pages.
         prefixes: pages of the store that can be shared.
@@ -153,13 +156,17 @@ class EngineMemory:
         # rows of a canvas's prompt are sent by pages, whatever its blocks are
         block = 1 if shape.full_attention else shape.block_length
         page_size = choose_page_size(block, config.page_size)
-        self.layout = RowLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, page_size, model.dtype)
-        self.arena = DeviceArena(
-            shape.num_layers, shape.num_kv_heads, shape.head_dim, 0, model.dtype, model.device, poison
-        )
+        layers, heads, dim = shape.num_full_layers, shape.num_kv_heads, shape.head_dim
+        self.layout = RowLayout(layers, heads, dim, page_size, model.dtype)
+        self.arena = DeviceArena(layers, heads, dim, 0, model.dtype, model.device, poison)
+        self.windows: DeviceArena | None = None
+        if (windowed := shape.windowed) is not None:
+            heads, dim, layers = windowed.num_kv_heads, windowed.head_dim, len(windowed.layers)
+            self.windows = DeviceArena(layers, heads, dim, 0, model.dtype, model.device, poison)
         self.store: HostStore | None = None
-        # A position's KV must depend on nothing behind its block.
-        self.shares_prefixes = config.enabled and config.prefix_sharing and not shape.full_attention
+        # A position's KV must depend on nothing behind its block, and all layers' rows be in the pool.
+        shareable = not shape.full_attention and shape.windowed is None
+        self.shares_prefixes = config.enabled and config.prefix_sharing and shareable
         self.prefixes = PrefixCache()
         self._streams = DeviceStreams(model.device)
 
@@ -178,6 +185,17 @@ class EngineMemory:
                 f"use at most {largest:,} tokens in all, or a pool of {pages * self.layout.page_bytes} bytes",
             )
 
+    @property
+    def replaced(self) -> int:
+        """How often device rows were put in the place of others."""
+        return self.arena.replaced + (0 if self.windows is None else self.windows.replaced)
+
+    @property
+    def window_rows(self) -> int:
+        """Rows of a request's ring in a layer with a window."""
+        windowed = self.model.config.windowed
+        return 0 if windowed is None else windowed.window
+
     def ensure_one(self, needs: Sequence[MemoryNeed]) -> None:
         """`ensure` the first of several needs that the machine has room for.
 
@@ -190,17 +208,21 @@ class EngineMemory:
                 return
         self.ensure(*needs[-1])
 
-    def ensure(self, arena_rows: int, pages: int, keep_prefixes: bool = True) -> None:
+    def ensure(self, arena_rows: int, pages: int, keep_prefixes: bool = True, requests: int = 0) -> None:
         """Grow arena and pool to at least these sizes, as far as nobody uses them now.
 
         Args:
             keep_prefixes: a pool that grows takes its shared pages along, which needs room for both at once.
+            requests: that hold rows of layers with a window, where there are such layers.
 
         Raises:
             ResidentSetTooSmall, HostPoolTooSmall: the machine has no room.
         """
         if arena_rows > self.arena.capacity and self.arena.idle:
             self._resize_arena(arena_rows)
+        rings = requests * self.window_rows
+        if self.windows is not None and rings > self.windows.capacity and self.windows.idle:
+            self.windows.resize(rings)
         if pages and (self.store is None or self._pool_may_grow(pages)):
             self._replace_store(pages, keep_prefixes)
 
@@ -208,6 +230,8 @@ class EngineMemory:
         """Give device and host memory back. Idempotent."""
         self._drop_store()
         self.arena.resize(0)
+        if self.windows is not None:
+            self.windows.resize(0)
 
     def _resize_arena(self, rows: int) -> None:
         if self.store is not None:

@@ -17,13 +17,14 @@ def memory_needs(
 
     Then the same without the pages that earlier requests left to share; those of loaded prefixes stay.
     """
-    needs = [MemoryNeed(*_need(requests, offload, prefixes)) for requests in (waiting, waiting[:1])]
+    needs = [_need(requests, offload, prefixes) for requests in (waiting, waiting[:1])]
     if len(prefixes.cache) and not prefixes.cache.num_pinned:
         needs += [need._replace(keep_prefixes=False) for need in needs]
     return needs
 
 
-def _need(requests: Sequence[Request], offload: OffloadConfig, prefixes: SharedPrefixes) -> tuple[int, int]:
-    """(arena rows, pages) for all blocks the requests can use."""
+def _need(requests: Sequence[Request], offload: OffloadConfig, prefixes: SharedPrefixes) -> MemoryNeed:
+    """For all blocks the requests can use."""
     rows = sum(request.required_rows(offload) for request in requests)
-    return rows, prefixes.kept(requests) + sum(map(prefixes.needed, requests))
+    pages = prefixes.kept(requests) + sum(map(prefixes.needed, requests))
+    return MemoryNeed(rows, pages, requests=len(requests))

@@ -12,7 +12,7 @@ import numpy as np
 from herald.engine.blocks import BlockTable
 from herald.engine.lanes import StepPlan
 from herald.engine.request import Phase, Request
-from herald.engine.resident import SetUpdate
+from herald.engine.resident import ResidentSet, SetUpdate
 from herald.engine.retriever import Retriever, Selection
 from herald.engine.selection_clock import SelectionClock, SelectionTimes
 from herald.engine.trace import Span, Trace
@@ -92,7 +92,7 @@ class StepPlanner:
         resident = request.resident
         assert resident is not None
         source = table.tokens_row(request.slot)
-        lane = plan.add_lane(source, request.prefix, resident.row_start, resident.length)
+        lane = _add_lane(plan, resident, source, request.prefix)
         plan.add_block(lane, request.slot, False, request.step_quota)
         part = Part(request, request.block, request.step, lanes=1)
         count_down(request)
@@ -148,7 +148,7 @@ class StepPlanner:
                 free_rows = resident.slide_window(prefix)
             request.block += 1
             request.step = 0
-            request.left = request.block_length
+            request.left = request.whole
         elif self._selects_first(request):
             return self._plan_own_selection(request, table, plan)
         elif resident.config.refresh_step == 0 or self._refresh_lands(request):
@@ -156,14 +156,14 @@ class StepPlanner:
         if request.waits_since is not None:
             self._count_wait(request, request.block)
         part = Part(request, request.block, request.step, final=opening, free_rows=free_rows)
-        start, length, slot = resident.row_start, resident.length, request.slot
-        first, parent = plan.num_lanes, -1
+        slot, first, parent = request.slot, plan.num_lanes, -1
+        add = partial(_add_lane, plan, resident)
         if opening:
-            parent = plan.add_lane(table.closed_row(slot), prefix - request.block_length, start, length)
+            parent = add(table.closed_row(slot), prefix - request.block_length, final=True)
             plan.final_lane.append(parent)
         if opening and request.leads:
             return self._plan_lead(part, plan, parent)
-        own = plan.add_lane(table.tokens_row(slot), prefix, start, length, parent)
+        own = add(table.tokens_row(slot), prefix, parent)
         plan.add_block(own, slot, opening, request.step_quota)
         if self._selects_late(request) or self._refreshes(request):
             plan.capture_lane.append(own)
@@ -171,8 +171,8 @@ class StepPlanner:
         elif may_look and not opening and self.looks_ahead(request):
             context = own
             if resident.config.lookahead_context == "draft":
-                context = plan.add_lane(table.draft_row(slot), prefix, start, length)
-            masks = plan.add_lane(table.masks_row, prefix + request.block_length, start, length, context)
+                context = add(table.draft_row(slot), prefix, final=True)
+            masks = add(table.fresh_row(slot), prefix + request.block_length, context)
             plan.capture_lane.append(masks)
             part.captures = request.block + 1
         part.lanes = plan.num_lanes - first
@@ -194,7 +194,7 @@ class StepPlanner:
         assert request.resident is not None
         config, selection = request.resident.config, request.selection
         if self.retriever is None or (selection is not None and selection.block > request.block):
-            return request.block_length
+            return max(request.block_length, request.whole)
         if captures or config.on_late == "proceed" or config.refresh_step:
             return 0
         if config.refresh_commits and not request.is_certain:
@@ -202,7 +202,7 @@ class StepPlanner:
         more = request.block < request.last_block
         if more and request.resident.needs_selection(request.prefix + request.block_length):
             return max(config.lookahead_step, self._step_before_look(request))
-        return request.block_length
+        return max(request.block_length, request.whole)
 
     def _step_before_look(self, request: Request) -> int:
         """A step of the block before which a late look-ahead is not due; 0 where that is not known."""
@@ -222,12 +222,12 @@ class StepPlanner:
     def _plan_boundary_selection(self, request: Request, table: BlockTable, plan: StepPlan) -> Part:
         """Lanes that select with the finished block's tokens; what that takes is exposed."""
         assert request.resident is not None
-        start, length = request.resident.row_start, request.resident.length
         if request.waits_since is None:
             request.waits_since = time.perf_counter()
         request.counters.boundary_selections += 1
-        closed = plan.add_lane(table.tokens_row(request.slot), request.prefix, start, length)
-        masks = plan.add_lane(table.masks_row, request.prefix + request.block_length, start, length, closed)
+        add, slot = partial(_add_lane, plan, request.resident), request.slot
+        closed = add(table.tokens_row(slot), request.prefix, final=True)
+        masks = add(table.fresh_row(slot), request.prefix + request.block_length, closed)
         plan.capture_lane.append(masks)
         return Part(request, request.block, -1, lanes=2, captures=request.block + 1)
 
@@ -237,8 +237,7 @@ class StepPlanner:
         request.selected_in = (request.block, request.step)
         if request.waits_since is None:
             request.waits_since = time.perf_counter()
-        source, start = table.tokens_row(request.slot), request.resident.row_start
-        own = plan.add_lane(source, request.prefix, start, request.resident.length)
+        own = _add_lane(plan, request.resident, table.tokens_row(request.slot), request.prefix)
         plan.capture_lane.append(own)
         return Part(request, request.block, -1, lanes=1, captures=request.block, own_rows_due=False)
 
@@ -368,6 +367,14 @@ class StepPlanner:
         if request.left > 0:
             return self._refresh_lands(request)
         return request.resident.config.on_late == "wait" and selection.block > request.block
+
+
+def _add_lane(
+    plan: StepPlan, resident: ResidentSet, source: int, position: int, parent: int = -1, final: bool = False
+) -> int:
+    """Add a lane that attends to a set; returns its index."""
+    start, length = resident.row_start, resident.length
+    return plan.add_lane(source, position, start, length, parent, resident.window_start, final)
 
 
 def count_down(request: Request) -> None:

@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from herald.engine.hidden_states import HiddenStates
-from herald.engine.layer_rows import LayerRows, LoadLayer
+from herald.engine.layer_rows import LayerRows, LoadLayer, WindowRows
 from herald.engine.prefill_plan import PrefillPlan
 from herald.engine.resident import ResidentSet
 from herald.engine.runner import LaneRunner
+from herald.models.noise_config import AttentionShape
 from herald.transfer import Ticket
 from herald_kernels import prefill_attention, resident_attention, score_rows
 
@@ -127,21 +127,29 @@ class PrefillTask:
 
         model, device = self.model, self.model.device
         computed = [start - self.shared for start in self.starts]
+        config = model.config
+        self._causal = torch.ones(1, 1, dtype=torch.bool, device=device) if config.noise is not None else None
+        self._visible = self.block_length if self._causal is None else 1
         self._hidden = HiddenStates(
             model.embed, prefix_tokens[self.shared :], model.config.hidden_size, model.dtype, computed
         )
         self._lane_hidden = model.embed(block_tokens)
         self._last_hidden: torch.Tensor | None = None  # of the prefix's last position, behind all layers
-        self._phases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        shape = (model.config.num_kv_heads, self.prefix, 2 * model.config.head_dim)
+        if self._causal is not None:
+            nothing = torch.zeros_like(self._lane_hidden)
+            self._lane_hidden = model.condition(self._lane_hidden, nothing, ~self._causal)
+        self._phases: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._window: WindowRows | None = None
+        if config.windowed is not None:
+            self._window = WindowRows(config.windowed, min(self.plan.step, self.prefix), model.dtype, device)
+        shape = (config.num_kv_heads, self.prefix, 2 * config.head_dim)
         self._rows: LayerRows | None = None
         if row_store is not None:
-            layers = model.config.num_layers
+            layers = config.num_full_layers
             self._rows = LayerRows(shape, model.dtype, device, layers, self.shared, row_store.load)
         self._layer_rows: torch.Tensor | None = None
         self._zero = torch.zeros(1, dtype=torch.int64, device=device)
         self._no_parent = torch.full((1,), -1, dtype=torch.int32, device=device)
-        self._length = torch.full((1, shape[0]), self.prefix, dtype=torch.int32, device=device)
         self._stored: deque[Ticket] = deque()
 
     @property
@@ -157,26 +165,31 @@ class PrefillTask:
 
     def run_unit(self) -> None:
         """Run one (layer, chunk) unit; the last of a layer also runs the first block's lane."""
-        if self._layer_rows is None:
+        form = self.model.config.attention[self.layer]
+        if self._layer_rows is None and not form.window:
             own = self._rows
-            self._layer_rows = self.resident.layer_view(self.layer) if own is None else own.begin(self.layer)
-        rows = self._layer_rows
+            view = self.resident.layer_view(form.place) if own is None else own.begin(form.place)
+            self._layer_rows = view[:, : self.prefix]
         start = self.starts[self.chunk]
         end = self.plan.end(start, self.prefix)
         if end > start:  # a prompt shorter than a block, or shared as a whole, has no work but its lane
             hidden = self._hidden.take(self.layer, self.chunk)
             for first, last in self.plan.pieces(start, end):
-                self._run_piece(hidden[first - start : last - start], rows, first, last)
+                self._run_piece(hidden[first - start : last - start], first)
             if end == self.prefix and self.layer + 1 == self.model.config.num_layers:
                 self._last_hidden = hidden[-1:].clone()
             self._hidden.give_back(self.chunk)
-            if self.row_store is not None:
+            if self.row_store is not None and self._layer_rows is not None:
                 if len(self._stored) == MAX_COPIES:
                     self._stored.popleft().wait_host()
-                self._stored.append(self.row_store.store(self.layer, start, rows[:, start:end]))
+                self._stored.append(self.row_store.store(form.place, start, self._layer_rows[:, start:end]))
         self.chunk += 1
         if self.chunk == len(self.starts):
-            self._finish_layer(rows[:, : self.prefix])
+            rows = self._layer_rows
+            if rows is None:
+                assert self._window is not None
+                rows = self._window.last
+            self._finish_layer(rows, form)
 
     def close(self) -> None:
         """Give up half-way: let go of the prompt's hidden states and rows. Idempotent."""
@@ -184,33 +197,56 @@ class PrefillTask:
         if self._rows is not None:
             self._rows.close()
         self._rows = self._layer_rows = None
+        self._window = None
 
-    def _run_piece(self, hidden: torch.Tensor, rows: torch.Tensor, first: int, last: int) -> None:
-        """Take positions ``[first, last)`` through the layer, ``hidden`` [c, hidden_size] in place."""
+    def _run_piece(self, hidden: torch.Tensor, first: int) -> None:
+        """Take positions from ``first`` on through the layer, ``hidden`` [c, hidden_size] in place."""
+        rows = self._layer_rows
+        out = self._attend_window(hidden, first) if rows is None else self._attend(hidden, first, rows)
+        out = out.reshape(len(hidden), -1)
+        hidden.copy_(self.model.finish_layer(self.layer, hidden, out, self._causal))
+
+    def _attend(self, hidden: torch.Tensor, first: int, rows: torch.Tensor) -> torch.Tensor:
+        """Attention of a piece in a layer without a window, to ``rows`` [kv_heads, n, 2 * head_dim]."""
+        last = first + len(hidden)
         cos, sin = self._rope(first, last)
         q = self.runner.project(self.layer, hidden, cos, sin, rows[:, first:last].unsqueeze(0))
-        out = prefill_attention(q, rows[:, :last], first, self.block_length, self.model.softmax_scale)
-        hidden.copy_(self.model.finish_layer(self.layer, hidden, out.reshape(last - first, -1)))
+        return prefill_attention(q, rows[:, :last], first, self._visible, self.model.softmax_scale)
 
-    def _finish_layer(self, rows: torch.Tensor) -> None:
-        """Run the first block's lane through the layer, choose its rows, send the KV away."""
-        cos, sin = self._rope(self.prefix, self.prefix + self.block_length)
-        lane_rows = self.runner.new_rows(1, self.block_length)
+    def _attend_window(self, hidden: torch.Tensor, first: int) -> torch.Tensor:
+        """Attention of a piece in a layer with a window."""
+        window, size = self._window, len(hidden)
+        assert window is not None
+        rows, before = window.take(first, size)
+        cos, sin = self._rope(first, first + size, windowed=True)
+        q = self.runner.project(self.layer, hidden, cos, sin, rows[:, before:].unsqueeze(0))
+        return prefill_attention(q, rows, before, self._visible, self.model.softmax_scale, window.length)
+
+    def _finish_layer(self, rows: torch.Tensor, form: AttentionShape) -> None:
+        """Run the first block's lane through the layer, choose its rows, send the KV away.
+
+        ``rows`` [kv_heads, n, 2 * head_dim]: of the whole prompt, or of its last positions with a window.
+        """
+        cos, sin = self._rope(self.prefix, self.prefix + self.block_length, form.window > 0)
+        lane_rows = self.runner.new_rows(1, self.block_length, self.layer)
         q = self.runner.project(self.layer, self._lane_hidden, cos, sin, lane_rows)
         out, lse = resident_attention(
             q.unsqueeze(0),
             lane_rows,
             rows,
             self._zero,
-            self._length,
+            torch.full(rows.shape[:1], rows.shape[1], dtype=torch.int32, device=rows.device).unsqueeze(0),
             self._no_parent,
             self.model.softmax_scale,
-            self.prefix,
+            rows.shape[1],
         )
         attn = out.reshape(self.block_length, -1)
-        self._lane_hidden = self.model.finish_layer(self.layer, self._lane_hidden, attn)
-        if self.row_store is not None and self.prefix:
-            self.resident.fill(self.layer, rows, self._choose(q, lse[0], rows), self.prefix)
+        canvas = None if self._causal is None else ~self._causal
+        self._lane_hidden = self.model.finish_layer(self.layer, self._lane_hidden, attn, canvas)
+        if form.window:
+            self.resident.fill_window(form.place, rows, self.prefix)
+        elif self.row_store is not None and self.prefix:
+            self.resident.fill(form.place, rows, self._choose(q, lse[0], rows), self.prefix)
         self.layer += 1
         self.chunk = 0
         self._layer_rows = None
@@ -228,13 +264,13 @@ class PrefillTask:
         before = self._lane_hidden[-1:] if self._last_hidden is None else self._last_hidden
         return torch.cat([before, self._lane_hidden[:-1]])
 
-    def _rope(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rope(self, start: int, end: int, windowed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of positions ``[start, end)``; those of a few pieces are kept from layer to layer."""
-        phases = self._phases.get(start)
+        phases = self._phases.get((start, windowed))
         if phases is None:
-            phases = self.model.rope(torch.arange(start, end, device=self.model.device))
+            phases = self.model.rope(torch.arange(start, end, device=self.model.device), windowed)
             if len(self._phases) <= MAX_KEPT_PHASES:
-                self._phases[start] = phases
+                self._phases[start, windowed] = phases
         return phases
 
     def _choose(self, q: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -266,15 +302,3 @@ def choose_exactly(
     scores[:, :first] = float("inf")
     scores[:, last:] = float("inf")
     return torch.topk(scores, size, dim=1, sorted=False).indices.sort(dim=1).values
-
-
-def first_block(prompt: list[int], block_length: int, mask_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and masked flags of the first block to decode: the prompt's tail, then masks.
-
-    Returns:
-        (int64 [B], bool [B]). A literal mask id in the prompt is not masked: it is the prompt's.
-    """
-    tail = prompt[len(prompt) // block_length * block_length :]
-    tokens = np.full(block_length, mask_id, dtype=np.int64)
-    tokens[: len(tail)] = tail
-    return tokens, np.arange(block_length) >= len(tail)

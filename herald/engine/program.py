@@ -9,14 +9,24 @@ import numpy as np
 import torch
 
 from herald.engine.blocks import BlockTable
+from herald.engine.lane_attention import LaneAttention
 from herald.engine.lanes import StepInputs, StepPlan, StepShape
-from herald_kernels import commit, commit_edits, copy_rows, greedy_confidence, open_blocks, resident_attention
+from herald.engine.noise_table import NoiseTable
+from herald_kernels import (
+    commit,
+    commit_edits,
+    copy_rows,
+    entropy_softmax,
+    greedy_confidence,
+)
 
 if TYPE_CHECKING:
     from herald.engine.runner import LaneRunner
 
 # Lanes whose logits are alive at once: 32 positions of 152K tokens take 10 MB each.
 HEAD_LANES = 8
+# The same in positions, of canvases.
+HEAD_POSITIONS = 256
 
 
 def record_graph(run: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -52,7 +62,8 @@ class StepProgram:
         rows_a_final: rows of a final lane over all layers and KV heads.
         final_rows: [F, layers, kv_heads, B, 2 * head_dim]; a run writes them to the arena too.
         queries, lse: [C, layers, B, heads, head_dim] and float32 [C, layers, B, heads].
-        logits, best, confidence: of R lanes, kept only with ``shape.draws``.
+        logits, best, confidence: of R lanes, kept only with ``shape.draws``. Of canvases the logits are those
+            at their temperature, and in the place of confidences stand entropies.
     """
 
     def __init__(self, runner: LaneRunner, table: BlockTable, shape: StepShape) -> None:
@@ -60,7 +71,7 @@ class StepProgram:
         self.table = table
         self.shape = shape
         model, block = runner.model, table.block_length
-        self.rows_a_final = model.config.num_layers * model.config.num_kv_heads * block
+        self.rows_a_final = model.config.num_full_layers * model.config.num_kv_heads * block
         padding = StepPlan().pack(shape, table.masks_row, table.spare)
         none = np.full(shape.finals * self.rows_a_final, -1, dtype=np.int64)
         self.inputs = torch.from_numpy(np.concatenate([padding, none])).to(model.device)
@@ -70,6 +81,9 @@ class StepProgram:
         self.best: torch.Tensor | None = None
         self.confidence: torch.Tensor | None = None
         self.final_rows = runner.final_rows(shape.finals, block) if shape.finals else None
+        self.window_rows: torch.Tensor | None = None
+        if shape.finals and model.config.windowed is not None:
+            self.window_rows = runner.final_window_rows(shape.finals, block)
         self.queries: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
         if shape.captures:
@@ -100,43 +114,38 @@ class StepProgram:
         block = table.block_length
         given = StepInputs.views(self.inputs, shape)
         if shape.logits:
-            open_blocks(
-                table.tokens,
-                table.masked,
-                table.draft,
-                table.closed,
-                given.slot,
-                given.opening,
-                table.mask_id,
-            )
+            table.open(given)
         hidden = model.embed(table.rows.index_select(0, given.source).view(-1))
-        cos, sin = model.rope((given.position.unsqueeze(1) + self._offsets).view(-1))
-        length = given.length.to(torch.int32).unsqueeze(1).repeat(1, config.num_kv_heads)
-        parent = given.parent.to(torch.int32)
-        for layer in range(config.num_layers):
-            rows = runner.new_rows(shape.lanes, block)
-            q = runner.project(layer, hidden, cos, sin, rows)
-            q = q.view(shape.lanes, block, config.num_heads, config.head_dim)
-            out, lse = resident_attention(
-                q,
-                rows,
-                runner.arena.rows[layer],
-                given.row_start,
-                length,
-                parent,
-                model.softmax_scale,
-                shape.max_length,
-            )
-            hidden = model.finish_layer(layer, hidden, out.view(hidden.shape[0], -1))
+        causal: torch.Tensor | None = None
+        if isinstance(table, NoiseTable):
+            causal = (given.final > 0).repeat_interleave(block).unsqueeze(1)
+            hidden = model.condition(hidden, table.lane_signal(given.source), causal)
+        positions = (given.position.unsqueeze(1) + self._offsets).view(-1)
+        phases = [model.rope(positions)]
+        if config.windowed is not None:
+            phases.append(model.rope(positions, windowed=True))
+        attend = LaneAttention(runner, given, shape, causal is not None)
+        for layer, form in enumerate(config.attention):
+            rows = runner.new_rows(shape.lanes, block, layer)
+            q = runner.project(layer, hidden, *phases[form.window > 0], rows)
+            q = q.view(shape.lanes, block, config.num_heads, form.head_dim)
+            out, lse = attend(layer, q, rows)
+            hidden = model.finish_layer(layer, hidden, out.view(hidden.shape[0], -1), causal)
+            if form.window:
+                if self.window_rows is not None:
+                    torch.index_select(rows, 0, given.final_lane, out=self.window_rows[:, form.place])
+                continue
             if self.final_rows is not None:
-                torch.index_select(rows, 0, given.final_lane, out=self.final_rows[:, layer])
+                torch.index_select(rows, 0, given.final_lane, out=self.final_rows[:, form.place])
             if self.queries is not None and self.lse is not None:
-                torch.index_select(q, 0, given.capture_lane, out=self.queries[:, layer])
-                torch.index_select(lse, 0, given.capture_lane, out=self.lse[:, layer])
+                torch.index_select(q, 0, given.capture_lane, out=self.queries[:, form.place])
+                torch.index_select(lse, 0, given.capture_lane, out=self.lse[:, form.place])
+        # After the last layer: until then lanes of this step attend to what the slots held.
         if self.final_rows is not None:
-            # After the last layer: until then lanes of this step attend to what the slots held.
             rows = self.final_rows.view(-1, self.final_rows.shape[-1])
             copy_rows(runner.arena.flat_rows, given.free_rows, rows, None)
+        if self.window_rows is not None:
+            attend.keep_window(self.window_rows)
         if shape.logits:
             chosen = hidden.view(shape.lanes, block, -1).index_select(0, given.logit_lane)
             # Of a lane of the block itself the last row comes first, which nobody reads: its first token is
@@ -145,6 +154,9 @@ class StepProgram:
 
     def _decide(self, hidden: torch.Tensor, given: StepInputs) -> None:
         """Head and commit of R lanes. ``hidden`` [R, B, hidden_size]: what predicts each position."""
+        if isinstance(self.table, NoiseTable):
+            self._decide_noise(hidden, given)
+            return
         model, lanes = self.runner.model, self.shape.logits
         best, confidence, kept = [], [], []
         step = lanes if self.shape.draws else HEAD_LANES
@@ -163,6 +175,37 @@ class StepProgram:
         else:
             self.commit(self.best, self.confidence)
 
+    def _decide_noise(self, hidden: torch.Tensor, given: StepInputs) -> None:
+        """As `_decide`, of canvases."""
+        lanes, block = self.shape.logits, self.table.block_length
+        step = max(1, HEAD_POSITIONS // block)
+        parts = []
+        for first in range(0, lanes, step):
+            some = slice(first, first + step)
+            logits = self.runner.model.logits(hidden[some].flatten(0, 1))
+            parts.append(self._read_noise(logits, given.slot[some]))
+        best, entropy, kept = (torch.cat(each) for each in zip(*parts, strict=True))
+        self.best, self.confidence = best.view(lanes, -1), entropy.view(lanes, -1)
+        if self.shape.draws:
+            self.logits = kept.view(lanes, block, -1)
+        else:
+            self.commit(self.best, self.confidence)
+
+    def _read_noise(
+        self, logits: torch.Tensor, slot: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Arg-max tokens, entropies and, if they are kept, the tempered ``logits`` [L * B, vocab] of L slots.
+
+        The probabilities become what conditions the next step.
+        """
+        model, table, block = self.runner.model, self.table, self.table.block_length
+        assert isinstance(table, NoiseTable)
+        temperature = table.temperature(slot).repeat_interleave(block)
+        best, entropy, probabilities = entropy_softmax(logits, temperature, model.dtype)
+        table.signal[slot] = model.soft_embedding(probabilities).view(-1, block, model.config.hidden_size)
+        kept = logits.div_(temperature[:, None]) if self.shape.draws else entropy
+        return best, entropy, kept
+
     def _exclude_mask(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Where blocks are edited no masked position may become a mask: -inf in ``logits`` [L * B, vocab]."""
         table = self.table
@@ -172,6 +215,12 @@ class StepProgram:
     def take_logits(self, inputs: torch.Tensor, logits: torch.Tensor) -> None:
         """Stand in for a run of one lane whose logits [B, vocab_size] were computed elsewhere."""
         self.inputs.copy_(inputs, non_blocking=True)
+        if isinstance(self.table, NoiseTable):
+            slot = StepInputs.views(self.inputs, self.shape).slot
+            best, entropy, kept = self._read_noise(logits, slot)
+            self.best, self.confidence = best.view(1, -1), entropy.view(1, -1)
+            self.logits = kept.unsqueeze(0)
+            return
         if self.shape.edits:
             self._exclude_mask(logits, StepInputs.views(self.inputs, self.shape).slot)
         token, probability = greedy_confidence(logits)
@@ -179,9 +228,16 @@ class StepProgram:
         self.logits = logits.unsqueeze(0)
 
     def commit(self, candidate: torch.Tensor, confidence: torch.Tensor) -> None:
-        """Fix candidates [R, B] by their confidence float32 [R, B]; makes the report."""
+        """Fix candidates [R, B] by their confidence float32 [R, B]; makes the report.
+
+        Of canvases the entropies decide, whatever ``confidence`` is.
+        """
         given, table = StepInputs.views(self.inputs, self.shape), self.table
         assert self.best is not None
+        if isinstance(table, NoiseTable):
+            assert self.confidence is not None
+            self.report = table.advance(given.slot, self.best, candidate, self.confidence)
+            return
         if self.shape.edits:
             self.report = commit_edits(
                 table.tokens,

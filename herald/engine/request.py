@@ -71,8 +71,9 @@ class Request:
             that commits this token alone, its lead step, before its own lanes run.
         slot: of the block table; -1 before it has one.
         block, step: the block being denoised and the steps of it that were launched.
-        left: its masked positions after those steps. Exact without a threshold; with one, as of the last
-            report that was read, and 0 only when no position is masked (and none may be edited any more).
+        left: its masked positions after those steps, of a canvas the steps that may still come. Exact where a
+            step commits what the host knows; else as of the last report that was read, and 0 only when no
+            position is masked (and none may be edited any more).
         plain_until: steps of the block below this one have neither look-ahead nor refresh, and find nothing
             to apply: they differ from the step before in their quota only.
         unread: launched steps whose reports were not read yet.
@@ -144,34 +145,49 @@ class Request:
 
     @property
     def prompt_blocks(self) -> int:
-        """Whole blocks of the prompt, which prefill takes."""
+        """Whole blocks of the prompt, and so the index of the first block that is decoded."""
         return len(self.prompt_ids) // self.block_length
 
     @property
     def last_block(self) -> int:
         """Index of the last block that can be decoded."""
-        return (len(self.prompt_ids) + self.params.max_tokens - 1) // self.block_length
+        last = len(self.prompt_ids) + self.params.max_tokens - 1
+        return self.block_at(last)
 
     @property
     def first_prefix(self) -> int:
         """Positions before the first block that is decoded."""
-        return self.prompt_blocks * self.block_length
+        from_prompt = isinstance(self.policy, DecodePolicy) and self.policy.blocks_from_prompt
+        return len(self.prompt_ids) if from_prompt else self.prompt_blocks * self.block_length
+
+    def start_of(self, block: int) -> int:
+        """Position of the first token of a block that is decoded."""
+        return self.first_prefix + (block - self.prompt_blocks) * self.block_length
+
+    def block_at(self, position: int) -> int:
+        """Index of the block that is decoded and holds that position."""
+        return self.prompt_blocks + (position - self.first_prefix) // self.block_length
 
     @property
     def last_prefix(self) -> int:
         """Positions before the last block that can be decoded."""
-        return self.last_block * self.block_length
+        return self.start_of(self.last_block)
 
     @property
     def prefix(self) -> int:
         """Positions before the current block."""
-        return self.block * self.block_length
+        return self.start_of(self.block)
 
     @cached_property
     def quotas(self) -> list[int]:
         """Positions that each step of a block commits at least."""
         assert isinstance(self.policy, DecodePolicy)
         return self.policy.quotas(self.block_length, self.params)
+
+    @property
+    def whole(self) -> int:
+        """What is left of a block that has just begun, counted as ``left`` is."""
+        return sum(self.quotas)
 
     @property
     def step_quota(self) -> int:
@@ -210,7 +226,8 @@ class Request:
     @property
     def is_certain(self) -> bool:
         """Whether the host knows how many positions a step commits before it has run."""
-        return self.params.confidence_threshold is None and not self.edits
+        assert isinstance(self.policy, DecodePolicy)
+        return self.policy.is_certain(self.params)
 
     @property
     def edits(self) -> bool:
@@ -224,11 +241,11 @@ class Request:
 
     def prompt_in_block(self, block: int) -> int:
         """Prompt tokens at the head of a block."""
-        return min(max(len(self.prompt_ids) - block * self.block_length, 0), self.block_length)
+        return min(max(len(self.prompt_ids) - self.start_of(block), 0), self.block_length)
 
     def prefix_of(self, block: int) -> int:
         """Positions that a selection for a block is made from."""
-        return block * self.block_length
+        return self.start_of(block)
 
     @property
     def stored_positions(self) -> int:

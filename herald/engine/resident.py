@@ -80,6 +80,10 @@ class ResidentSet:
         block_length: B.
         first_prefix, last_prefix: positions before the first and the last block it decodes.
         lead: rows of the arena right before the slots that are the request's too.
+
+    Attributes:
+        windows, window: rows of the layers with a window, and how many of them the request has.
+        window_start: first of the request's rows in ``windows``.
     """
 
     def __init__(
@@ -100,6 +104,8 @@ class ResidentSet:
         if start is None:
             raise MemoryError("the arena has no free range of that size")
         self.row_start = start + lead
+        self.windows: DeviceArena | None = None
+        self.window = self.window_start = 0
         self.length = 0
         self.version = 0
         self.prefix = 0
@@ -109,6 +115,20 @@ class ResidentSet:
         self._first_set: list[torch.Tensor] = []
         self._first_copy: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self._released = False
+
+    def take_window(self, windows: DeviceArena | None, window: int) -> None:
+        """Take ``window`` rows of the layers with a window, if there are such layers.
+
+        Raises:
+            MemoryError: there is no free range now; the set has given everything back.
+        """
+        if windows is None:
+            return
+        start = windows.allocate(window)
+        if start is None:
+            self.release()
+            raise MemoryError("the rows of layers with a window have no free range of that size")
+        self.windows, self.window, self.window_start = windows, window, start
 
     @staticmethod
     def required_rows(
@@ -122,7 +142,8 @@ class ResidentSet:
 
     @property
     def num_bytes(self) -> int:
-        return (self.lead + self.num_slots + self.num_staging) * self.arena.bytes_per_slot
+        ring = 0 if self.windows is None else self.window * self.windows.bytes_per_slot
+        return (self.lead + self.num_slots + self.num_staging) * self.arena.bytes_per_slot + ring
 
     @property
     def num_rows(self) -> int:
@@ -196,6 +217,18 @@ class ResidentSet:
     def layer_view(self, layer: int) -> torch.Tensor:
         """The layer's slots ``[kv_heads, S, 2 * head_dim]`` (dense prefill writes its KV here)."""
         return self.arena.rows[layer, :, self.row_start : self.row_start + self.num_slots]
+
+    def fill_window(self, place: int, rows: torch.Tensor, prefix: int) -> None:
+        """Write the last rows of a layer with a window: row r of a ring holds the last position that leaves
+        the rest r when divided by its length.
+
+        Args:
+            place: of the layer, see `AttentionShape`.
+            rows: [kv_heads, n, 2 * head_dim] of the last n positions before ``prefix``, n at most the window.
+        """
+        assert self.windows is not None
+        slots = torch.arange(prefix - rows.shape[1], prefix, device=rows.device) % self.window
+        self.windows.rows[place, :, self.window_start + slots] = rows
 
     def mark_dense(self, prefix: int) -> None:
         """The first ``prefix`` slots hold positions 0, 1, ... in order, in every layer and head."""
@@ -289,6 +322,8 @@ class ResidentSet:
         if not self._released:
             self._released = True
             self.arena.release(self.row_start - self.lead, self.lead + self.num_slots + self.num_staging)
+            if self.windows is not None:
+                self.windows.release(self.window_start, self.window)
 
     def _read_first_set(self) -> None:
         if self._first_copy is None:

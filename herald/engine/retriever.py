@@ -167,10 +167,9 @@ class Retriever:
         request.final_positions = prefix
         sent = self._sender.submit(self._send, (rows,), after)
         start = prefix - request.block_length
-        page, offset = divmod(start, self.store.layout.page_size)
-        append = partial(self._append_block, sent, int(request.pages[page]), offset)
+        append = partial(self._append_block, sent, request.pages, start)
         request.stored = self._storer.submit(
-            self._index, request, lambda: sent.result()[1], append, start // request.block_length
+            self._index, request, lambda: sent.result()[1], append, request.block_at(start)
         )
 
     def _send(self, rows: tuple[torch.Tensor, ...], after: Any) -> Sent:
@@ -363,10 +362,16 @@ class Retriever:
         except BaseException as error:
             request.store_error = error
 
-    def _append_block(self, sent: Future[Sent], page: int, offset: int) -> None:
+    def _append_block(self, sent: Future[Sent], pages: np.ndarray, start: int) -> None:
+        """Store and index a block's rows from position ``start`` on; it may go over the end of a page."""
         ((buffer,), _) = sent.result()
-        self.store.pool.write_block(page, offset, buffer)
-        self.store.index.append_block(page, offset, buffer.shape[2])
+        size, done = self.store.layout.page_size, 0
+        while done < buffer.shape[2]:
+            page, offset = divmod(start + done, size)
+            count = min(size - offset, buffer.shape[2] - done)
+            self.store.pool.write_block(int(pages[page]), offset, buffer[:, :, done : done + count])
+            self.store.index.append_block(int(pages[page]), offset, count)
+            done += count
         self._bounce.give_back(buffer)
 
 

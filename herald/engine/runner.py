@@ -28,15 +28,24 @@ class LaneRunner:
     Args:
         model: the model whose layers run.
         arena: holds the resident sets that lanes attend to.
+        windows: holds what lanes attend to in layers with a window, None without such layers.
         use_graphs: record every program as a CUDA graph and replay it; False runs it kernel by kernel.
     """
 
-    def __init__(self, model: BlockModel, arena: DeviceArena, use_graphs: bool = True) -> None:
+    def __init__(
+        self,
+        model: BlockModel,
+        arena: DeviceArena,
+        use_graphs: bool = True,
+        windows: DeviceArena | None = None,
+    ) -> None:
         self.model = model
         self.arena = arena
+        self.windows = windows
         self.use_graphs = use_graphs and model.device.type == "cuda"
         self._programs: dict[tuple[int, StepShape], StepProgram] = {}
         self._final_rows: dict[tuple[int, int], torch.Tensor] = {}
+        self._window_rows: dict[tuple[int, int], torch.Tensor] = {}
         self._captured: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._graph_pool: Any = None
         self._recording_stream: Any = recording_stream(model.device) if self.use_graphs else None
@@ -61,6 +70,7 @@ class LaneRunner:
         """Drop all programs: the rows of the arena that they read are to be replaced."""
         self._programs.clear()
         self._final_rows.clear()
+        self._window_rows.clear()
         self._captured.clear()
         self._graph_pool = None
 
@@ -71,7 +81,7 @@ class LaneRunner:
         """
         key = (finals, block_length)
         if key not in self._final_rows:
-            lanes = finals * self.model.config.num_layers
+            lanes = finals * self.model.config.num_full_layers
             self._final_rows[key] = self.new_rows(lanes, block_length).unflatten(0, (finals, -1))
         return self._final_rows[key]
 
@@ -85,15 +95,28 @@ class LaneRunner:
         key = (captures, block_length)
         if key not in self._captured:
             config, device = self.model.config, self.model.device
-            shape = (captures, config.num_layers, block_length, config.num_heads)
+            shape = (captures, config.num_full_layers, block_length, config.num_heads)
             queries = torch.empty(*shape, config.head_dim, dtype=self.model.dtype, device=device)
             self._captured[key] = queries, torch.empty(shape, dtype=torch.float32, device=device)
         return self._captured[key]
 
-    def new_rows(self, num_lanes: int, block_length: int) -> torch.Tensor:
-        """Unwritten rows of lanes in one layer: ``[num_lanes, kv_heads, block_length, 2 * head_dim]``."""
-        config = self.model.config
-        shape = (num_lanes, config.num_kv_heads, block_length, 2 * config.head_dim)
+    def final_window_rows(self, finals: int, block_length: int) -> torch.Tensor:
+        """As `final_rows`, of the layers with a window."""
+        windowed = self.model.config.windowed
+        assert windowed is not None
+        key = (finals, block_length)
+        if key not in self._window_rows:
+            shape = (finals, len(windowed.layers), windowed.num_kv_heads, block_length, 2 * windowed.head_dim)
+            self._window_rows[key] = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
+        return self._window_rows[key]
+
+    def new_rows(self, num_lanes: int, block_length: int, layer: int = -1) -> torch.Tensor:
+        """Unwritten rows of lanes in one layer: ``[num_lanes, kv_heads, block_length, 2 * head_dim]``.
+
+        The last layer, as every other without a window, stands for all of those.
+        """
+        form = self.model.config.attention[layer]
+        shape = (num_lanes, form.num_kv_heads, block_length, 2 * form.head_dim)
         return torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
 
     def project(
@@ -107,8 +130,9 @@ class LaneRunner:
             rows: [N, kv_heads, B, 2 * head_dim] with N * B = T, written.
         """
         config = self.model.config
+        form = config.attention[layer]
         qkv = self.model.qkv(layer, hidden)
-        q = qkv.new_empty(hidden.shape[0], config.num_heads, config.head_dim)
+        q = qkv.new_empty(hidden.shape[0], config.num_heads, form.head_dim)
         q_weight, k_weight = self.model.qk_norm_weights(layer)
         qk_norm_rope(
             qkv,
@@ -119,7 +143,8 @@ class LaneRunner:
             q,
             rows,
             config.num_heads,
-            config.num_kv_heads,
+            form.num_kv_heads,
             config.rms_norm_eps,
+            self.model.norm_values,
         )
         return q

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ from herald.errors import InvalidOption, ModelNotFound, WeightsError
 from herald.models.fields import integer, names, number, table, token_ids
 from herald.models.fp8 import Fp8Layout, read_fp8
 from herald.models.moe_config import MoeConfig, read_moe
+from herald.models.noise_config import (
+    AttentionShape,
+    NoiseConfig,
+    WindowLayers,
+    kinds_of,
+    read_full_heads,
+    read_full_rope,
+    read_noise,
+    read_window_layers,
+)
 from herald.models.registry import Family, find_family
 from herald.models.rope import RopeScaling, read_rope
 
@@ -29,11 +40,13 @@ class ModelConfig:
     Attributes:
         family: name of the `herald.models.registry.Family` that reads it.
         num_heads, num_kv_heads: query heads, and the KV heads they share in equal groups.
+        head_dim: as ``num_kv_heads`` that of the layers without a window; see `attention`.
         max_position_embeddings: positions of the training; see `max_positions` for the limit.
         qk_norm: RMSNorm on every query and key head before the rotation.
         attention_bias: biases on the query, key, value and output projections.
         block_length: positions denoised together; 0 for all of a request's output, with ``full_attention``.
-        mask_token_id: the token a position holds until it is committed.
+        mask_token_id: the token a position holds until it is committed; of a canvas of random tokens, which
+            has none, the padding token, and nobody reads it.
         eos_token_ids: any of them ends a sequence.
         dtype: of the checkpoint's weights.
         partial_rotary_factor: share of each head that is rotated, from its first dimension on.
@@ -41,6 +54,11 @@ class ModelConfig:
         full_attention: every position sees every position; otherwise none sees beyond its block.
         shifted: see `herald.models.registry.Family`.
         fp8: how e4m3 weights are stored, None where there are none.
+        noise: how a canvas of random tokens is decoded; None for a family with a mask token. With it, the
+            prompt and finished blocks are encoded causally, and blocks begin at the end of the prompt.
+        windowed: layers that see the last positions only.
+        softcap: logits are ``softcap * tanh(logits / softcap)``; 0 for as they are.
+        media_token_ids: stand for what is no text, and cannot be prompted.
     """
 
     family: str
@@ -69,6 +87,10 @@ class ModelConfig:
     full_attention: bool = False
     shifted: bool = False
     fp8: Fp8Layout | None = None
+    noise: NoiseConfig | None = None
+    windowed: WindowLayers | None = None
+    softcap: float = 0.0
+    media_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field in (
@@ -88,6 +110,14 @@ class ModelConfig:
             self.num_kv_heads,
             f"use a divisor of num_heads={self.num_heads}",
         )
+        window_heads = self.windowed.num_kv_heads if self.windowed is not None else 1
+        check(
+            self.num_heads % window_heads == 0,
+            "num_kv_heads",
+            window_heads,
+            f"use a divisor of num_heads={self.num_heads}",
+        )
+        check(self.softcap >= 0, "final_logit_softcapping", self.softcap, "use 0 for none, or more")
         check(self.head_dim >= 2 and self.head_dim % 2 == 0, "head_dim", self.head_dim, "use an even number")
         factor = self.partial_rotary_factor
         rotates = 0 < factor <= 1 and self.rotary_dim >= 2 and self.rotary_dim % 2 == 0
@@ -104,6 +134,16 @@ class ModelConfig:
             self.mask_token_id,
             f"pass mask_token_id, the checkpoint's mask token in [0, {self.vocab_size})",
         )
+
+    @cached_property
+    def attention(self) -> tuple[AttentionShape, ...]:
+        """Keys and values of every layer."""
+        return kinds_of(self.num_layers, self.num_kv_heads, self.head_dim, self.windowed)
+
+    @property
+    def num_full_layers(self) -> int:
+        """Layers without a window: those whose rows the host pool holds and a selection is made of."""
+        return self.num_layers - (0 if self.windowed is None else len(self.windowed.layers))
 
     @property
     def rotary_dim(self) -> int:
@@ -176,40 +216,72 @@ def read_config(
         "use None for the checkpoint's, or a token id",
     )
     family = find_family(names(raw, "architectures"))
+    if family.text_config is not None:
+        raw = {**table(raw, family.text_config), **raw}
     raw = _usual_keys(raw, family)
     _refuse_unsupported(raw, family)
+    config = _shape_of(raw, generation, family, block_length, mask_token_id, rope_scaling)
+    return config if family.mask_token_id is not None else _with_noise(config, raw, generation)
 
+
+def _shape_of(
+    raw: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    family: Family,
+    block_length: int,
+    mask_token_id: int | None,
+    rope_scaling: str,
+) -> ModelConfig:
     num_heads = integer(raw, "num_attention_heads")
     hidden_size = integer(raw, "hidden_size")
     max_positions = integer(raw, "max_position_embeddings")
-    rope_theta, scaling = read_rope(raw, max_positions, rope_scaling)
+    pad_token_id = _either("pad_token_id", generation, raw)
+    if family.mask_token_id is not None:
+        num_kv_heads = integer(raw, "num_key_value_heads", num_heads)
+        head_dim = integer(raw, "head_dim", hidden_size // max(num_heads, 1))
+        rope_theta, scaling = read_rope(raw, max_positions, rope_scaling)
+        mask = integer(raw, "mask_token_id", family.mask_token_id) if mask_token_id is None else mask_token_id
+    else:
+        check(
+            mask_token_id is None,
+            "mask_token_id",
+            mask_token_id,
+            f"leave it out: {family.name} has no mask token",
+        )
+        check(
+            not rope_scaling,
+            "rope_scaling",
+            rope_scaling,
+            f"leave it out: {family.name} is made for its positions",
+        )
+        num_kv_heads, head_dim = read_full_heads(raw)
+        rope_theta, scaling = read_full_rope(raw, max_positions)
+        mask = pad_token_id or 0
     return ModelConfig(
         family=family.name,
         num_layers=integer(raw, "num_hidden_layers"),
         hidden_size=hidden_size,
         intermediate_size=integer(raw, "intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=integer(raw, "num_key_value_heads", num_heads),
-        head_dim=integer(raw, "head_dim", hidden_size // max(num_heads, 1)),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         vocab_size=integer(raw, "vocab_size"),
         rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=scaling,
         max_position_embeddings=max_positions,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.mask_token_id is None)),
         qk_norm=family.qk_norm,
         attention_bias=bool(raw.get("attention_bias", False)),
         block_length=block_length or _block_length(raw, family),
-        mask_token_id=integer(raw, "mask_token_id", family.mask_token_id)
-        if mask_token_id is None
-        else mask_token_id,
+        mask_token_id=mask,
         eos_token_ids=token_ids("eos_token_id", _either("eos_token_id", generation, raw))
         or family.eos_token_ids,
         bos_token_id=_either("bos_token_id", generation, raw),
-        pad_token_id=_either("pad_token_id", generation, raw),
+        pad_token_id=pad_token_id,
         dtype=_dtype(raw),
-        partial_rotary_factor=number(raw | table(raw, "rope_parameters"), "partial_rotary_factor", 1.0),
-        moe=None if family.router is None else read_moe(raw, family.router),
+        partial_rotary_factor=number({**raw, **table(raw, "rope_parameters")}, "partial_rotary_factor", 1.0),
+        moe=None if family.router is None else read_moe(raw, family.router, family.activation),
         full_attention=family.full_attention,
         shifted=family.shifted,
         fp8=read_fp8(raw),
@@ -220,6 +292,23 @@ def _usual_keys(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The configuration with the family's own keys under their usual names too."""
     own = {usual: raw[key] for usual, key in family.renamed if raw.get(key) is not None}
     return {**raw, **own}
+
+
+def _with_noise(config: ModelConfig, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """What only a family without a mask token has."""
+    check(
+        config.fp8 is None,
+        "quantization_config",
+        raw.get("quantization_config"),
+        f"use the bfloat16 checkpoint of {config.family}",
+    )
+    return replace(
+        config,
+        noise=read_noise(generation),
+        windowed=read_window_layers(raw),
+        softcap=number(raw, "final_logit_softcapping", 30.0),
+        media_token_ids=token_ids("image_token_id", raw.get("image_token_id")),
+    )
 
 
 def _either(key: str, generation: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:

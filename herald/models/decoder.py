@@ -94,7 +94,9 @@ class DecoderModel(BlockModel):
     def qk_norm_weights(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return self.layers[layer].q_norm, self.layers[layer].k_norm
 
-    def finish_layer(self, layer: int, hidden: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+    def finish_layer(
+        self, layer: int, hidden: torch.Tensor, attention: torch.Tensor, causal: torch.Tensor | None = None
+    ) -> torch.Tensor:
         weights = self.layers[layer]
         # the residual is what the product is added to: no kernel of its own, and one rounding less
         if weights.output_bias is not None:

@@ -13,7 +13,7 @@ from herald.models.moe_config import MoeConfig
 from herald_kernels import expert_mlp, route_experts, silu_mul
 
 # These stay in float32 whatever the model's dtype: a rounded score may choose another expert.
-FLOAT32 = ("router", "router_bias")
+FLOAT32 = ("router", "router_bias", "expert_scale")
 
 
 @dataclass
@@ -24,6 +24,7 @@ class ExpertWeights:
     gate_up: torch.Tensor  # [num_experts, 2 * intermediate, hidden]
     down: torch.Tensor  # [num_experts, hidden, intermediate]
     router_bias: torch.Tensor | None = None  # [num_experts] float32
+    expert_scale: torch.Tensor | None = None  # [num_experts] float32, on the weight of each
     shared_gate_up: torch.Tensor | None = None  # [2 * shared intermediate, hidden]
     shared_down: torch.Tensor | None = None  # [hidden, shared intermediate]
 
@@ -32,6 +33,7 @@ class ExpertWeights:
 FIELDS = {
     "router": "router",
     "router_bias": "router_bias",
+    "expert_scale": "expert_scale",
     "expert_gate_up": "gate_up",
     "expert_down": "down",
     "shared_gate_up": "shared_gate_up",
@@ -81,11 +83,18 @@ def expert_weights(
 
 
 def add_experts(
-    hidden: torch.Tensor, normed: torch.Tensor, weights: ExpertWeights, config: MoeConfig
+    hidden: torch.Tensor,
+    normed: torch.Tensor,
+    weights: ExpertWeights,
+    config: MoeConfig,
+    routed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add to ``hidden`` what shared and chosen experts make of ``normed``, both [T, hidden]; returns it."""
+    """Add to ``hidden`` what shared and chosen experts make of ``normed``, both [T, hidden]; returns it.
+
+    ``routed`` [T, hidden] is what the router reads, None for ``normed``.
+    """
     ids, shares = route_experts(
-        normed,
+        normed if routed is None else routed,
         weights.router,
         weights.router_bias,
         config.experts_per_token,
@@ -94,8 +103,9 @@ def add_experts(
         top_groups=config.top_groups,
         normalise=config.normalise,
         scale=config.scale,
+        expert_scale=weights.expert_scale,
     )
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         hidden.addmm_(silu_mul(F.linear(normed, weights.shared_gate_up)), weights.shared_down.T)
-    expert_mlp(normed, ids, shares, weights.gate_up, weights.down, hidden)
+    expert_mlp(normed, ids, shares, weights.gate_up, weights.down, hidden, config.activation)
     return hidden

@@ -10,6 +10,7 @@ from herald.config import check
 from herald.models.fields import integer, number
 
 Score = Literal["softmax", "sigmoid"]
+Activation = Literal["silu", "gelu_tanh"]
 
 # Names of all experts' tensors are listed before a file is read.
 MAX_EXPERTS = 4096
@@ -30,6 +31,7 @@ class MoeConfig:
         num_groups, top_groups: experts stand in groups, and a token chooses within its best groups only.
         normalise: weights of a token's experts are divided by their sum.
         scale: factor on these weights.
+        activation: of the gate of every MLP.
     """
 
     score: Score
@@ -42,6 +44,7 @@ class MoeConfig:
     top_groups: int = 1
     normalise: bool = True
     scale: float = 1.0
+    activation: Activation = "silu"
 
     def __post_init__(self) -> None:
         experts = self.num_experts
@@ -76,7 +79,7 @@ class MoeConfig:
         )
 
 
-def read_moe(raw: Mapping[str, Any], score: Score) -> MoeConfig:
+def read_moe(raw: Mapping[str, Any], score: Score, activation: Activation = "silu") -> MoeConfig:
     """The experts that a ``config.json`` describes.
 
     Raises:
@@ -87,12 +90,13 @@ def read_moe(raw: Mapping[str, Any], score: Score) -> MoeConfig:
     return MoeConfig(
         score=score,
         num_experts=integer(raw, "num_experts"),
-        experts_per_token=integer(raw, "num_experts_per_tok"),
+        experts_per_token=integer(raw, "top_k_experts" if "top_k_experts" in raw else "num_experts_per_tok"),
         intermediate_size=integer(raw, "moe_intermediate_size"),
         num_shared_experts=integer(raw, "num_shared_experts", 0),
         first_dense_layers=integer(raw, "first_k_dense_replace", 0),
         num_groups=integer(raw, "n_group") if grouped else 1,
         top_groups=integer(raw, "topk_group") if grouped else 1,
-        normalise=bool(raw.get("norm_topk_prob", grouped)),
+        normalise=bool(raw.get("norm_topk_prob", grouped or activation != "silu")),
         scale=number(raw, "routed_scaling_factor") if grouped else 1.0,
+        activation=activation,
     )

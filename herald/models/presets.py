@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import torch
 
+from herald.config import check
 from herald.models.config import ModelConfig
 from herald.models.moe_config import MoeConfig
-from herald.models.rope import read_rope
+from herald.models.noise_config import NoiseConfig, WindowLayers, default_layer_types
+from herald.models.rope import RopeScaling, read_rope
 
 
 def _sdar(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int) -> ModelConfig:
@@ -176,12 +178,55 @@ def _fast_dllm_v2(
     )
 
 
+_GEMMA_LAYERS = default_layer_types(30)
+DIFFUSION_GEMMA = ModelConfig(
+    family="diffusion_gemma",
+    num_layers=30,
+    hidden_size=2816,
+    intermediate_size=2112,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=512,
+    vocab_size=262144,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_scaling=RopeScaling("proportional", 1.0, 262144, share=0.25),
+    max_position_embeddings=262144,
+    tie_word_embeddings=True,
+    qk_norm=True,
+    attention_bias=False,
+    block_length=256,
+    mask_token_id=0,
+    eos_token_ids=(1, 106, 50),
+    bos_token_id=2,
+    pad_token_id=0,
+    dtype=torch.bfloat16,
+    moe=MoeConfig(
+        score="softmax",
+        num_experts=128,
+        experts_per_token=8,
+        intermediate_size=704,
+        activation="gelu_tanh",
+    ),
+    noise=NoiseConfig(),
+    windowed=WindowLayers(
+        layers=tuple(i for i, kind in enumerate(_GEMMA_LAYERS) if kind == "sliding_attention"),
+        window=1023,
+        num_kv_heads=8,
+        head_dim=256,
+        rope_theta=1e4,
+    ),
+    softcap=30.0,
+    media_token_ids=(258880,),
+)
+
 PRESETS: dict[str, ModelConfig] = {
     "sdar-1.7b": _sdar(28, 2048, 6144, 16),
     "sdar-4b": _sdar(36, 2560, 9728, 32),
     "sdar-8b": _sdar(36, 4096, 12288, 32),
     "sdar-30b-a3b": SDAR_30B_A3B,
     "llada2-mini": LLADA2_MINI,
+    "diffusiongemma-26b-a4b": DIFFUSION_GEMMA,
     "fast-dllm-v2-1.5b": _fast_dllm_v2(1536, 8960, 12, 2, 151936, tied=True),
     "fast-dllm-v2-7b": _fast_dllm_v2(3584, 18944, 28, 4, 152064, tied=False),
     "llada-8b": LLADA_8B,
@@ -200,6 +245,13 @@ def preset(
         InvalidOption: a value is out of range.
     """
     config = PRESETS[name]
+    if config.noise is not None:
+        check(
+            mask_token_id is None, "mask_token_id", mask_token_id, f"leave it out: {name} has no mask token"
+        )
+        check(
+            not rope_scaling, "rope_scaling", rope_scaling, f"leave it out: {name} is made for its positions"
+        )
     if rope_scaling:
         raw = {"rope_theta": config.rope_theta}
         config = replace(config, rope_scaling=read_rope(raw, config.max_position_embeddings, rope_scaling)[1])

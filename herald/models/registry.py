@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from herald.errors import UnknownArchitecture
-from herald.models.moe_config import Score
+from herald.models.moe_config import Activation, Score
 
 if TYPE_CHECKING:
     from herald.models.base import BlockModel
@@ -39,13 +39,16 @@ class Family:
         block_length_keys: keys of ``config.json`` that may hold the block length, first one wins.
         block_length: block length of released checkpoints whose configuration is silent; 0 for the whole
             canvas, with ``full_attention``.
-        mask_token_id: mask token of released checkpoints whose configuration is silent.
+        mask_token_id: mask token of released checkpoints whose configuration is silent; None for a family
+            without one, which denoises a canvas of random tokens.
         qk_norm: whether queries and keys pass an RMSNorm for each head.
         eos_token_ids: end tokens of released checkpoints that name none.
         router: score of its experts' router, None for a dense family.
+        activation: of the gate of its MLPs.
         policy: how its authors decode, a name in `herald.decode.policy`.
         shifted: row i - 1 of the logits predicts position i, as in the autoregressive model it was made from;
             a block's first token comes from the last row before it.
+        text_config: key of the object that describes the text model, None where ``config.json`` itself does.
         fixed: keys of ``config.json`` that must have this value where they have one; no other is built.
         full_attention: every position sees every position, later ones too.
         renamed: (usual key, key of this family) of ``config.json``.
@@ -61,12 +64,14 @@ class Family:
     model: str
     block_length_keys: tuple[str, ...]
     block_length: int
-    mask_token_id: int
+    mask_token_id: int | None
     qk_norm: bool
     eos_token_ids: tuple[int, ...] = ()
     router: Score | None = None
+    activation: Activation = "silu"
     policy: str = "quota"
     shifted: bool = False
+    text_config: str | None = None
     fixed: tuple[tuple[str, Any], ...] = ()
     full_attention: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
@@ -255,6 +260,31 @@ FAMILIES: tuple[Family, ...] = (
         paper="2508.15487",
         hub_ids=("Dream-org/Dream-v0-Base-7B", "Dream-org/Dream-v0-Instruct-7B"),
         golden=("dream",),
+        verified=("logits", "tokens", "offload"),
+    ),
+    Family(
+        name="diffusion_gemma",
+        architectures=("DiffusionGemmaForBlockDiffusion",),
+        model="herald.models.diffusion_gemma:DiffusionGemmaModel",
+        block_length_keys=("canvas_length",),
+        block_length=256,
+        mask_token_id=None,
+        qk_norm=True,
+        eos_token_ids=(1, 106),
+        router="softmax",
+        activation="gelu_tanh",
+        policy="entropy_bound",
+        text_config="text_config",
+        fixed=(
+            ("attention_bias", False),
+            ("tie_word_embeddings", True),
+            ("hidden_activation", "gelu_pytorch_tanh"),
+            ("use_bidirectional_attention", "vision"),
+        ),
+        title="DiffusionGemma",
+        paper="2505.24857",  # of its sampler; the model has none
+        hub_ids=("google/diffusiongemma-26B-A4B-it",),
+        golden=("diffusion_gemma",),
         verified=("logits", "tokens", "offload"),
     ),
 )

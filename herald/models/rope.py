@@ -14,7 +14,7 @@ from herald.config import check
 from herald.errors import InvalidOption
 from herald.models import fields
 
-RopeKind = Literal["linear", "yarn"]
+RopeKind = Literal["linear", "yarn", "proportional"]
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,14 @@ class RopeScaling:
 
     Attributes:
         kind: ``"linear"`` divides every frequency by ``factor``; ``"yarn"`` only the slow ones
-            (Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023).
+            (Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023);
+            ``"proportional"`` keeps those of the first ``share`` of the pairs, and the others do not turn.
         factor: context extension, > 1 for a longer one.
         original_max_positions: positions of the training before the extension (YaRN).
         attention_factor: factor on cosines and sines; 0 for the paper's 0.1 ln(factor) + 1 (YaRN).
         beta_fast, beta_slow: rotations over the original length between which YaRN blends.
         truncate: round the blend's bounds to whole dimensions.
+        share: of the pairs that turn (proportional).
     """
 
     kind: RopeKind
@@ -38,6 +40,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         check(self.factor > 0, "rope_scaling.factor", self.factor, "use a positive factor, such as 4.0")
@@ -128,6 +131,9 @@ def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> 
     if scaling is None:
         return plain, 1.0
     if scaling.kind == "linear":
+        return plain / scaling.factor, 1.0
+    if scaling.kind == "proportional":
+        plain[int(scaling.share * dim // 2) :] = 0.0
         return plain / scaling.factor, 1.0
     keep = 1.0 - _blend(dim, theta, scaling)
     stretched = 1.0 / (scaling.factor * wavelengths)

@@ -99,6 +99,8 @@ class Checkpoint:
     def verify(self, sources: Iterable[Source], tolerated: frozenset[str] = frozenset()) -> None:
         """Hold the files to ``sources``; names in ``tolerated`` may be there and are left unread.
 
+        One that ends in ``*`` stands for all names that begin so.
+
         Raises:
             WeightsError: names what is missing, unexpected, mis-shaped or not of a float type.
         """
@@ -107,8 +109,11 @@ class Checkpoint:
         quantised = {name: self.scale_of(name) for name in known if self.is_quantised(name)}
         others = tolerated | {name for name in quantised.values() if name is not None}
         others |= {fp8.input_scale_name(name) for name in quantised}
+        beginnings = tuple(name[:-1] for name in tolerated if name.endswith("*"))
         unexpected = {
-            name for name in self.tensors.keys() - wanted.keys() - others if not TOLERATED.search(name)
+            name
+            for name in self.tensors.keys() - wanted.keys() - others
+            if not (TOLERATED.search(name) or name.startswith(beginnings))
         }
         problems = [
             _listed("missing", wanted.keys() - self.tensors.keys()),

@@ -44,12 +44,20 @@ class Run:
         return sum(each.resident_bytes for each in self.metrics)
 
 
-def random_prompts(count: int, tokens: int, vocab_size: int, mask_token_id: int) -> list[list[int]]:
-    """``count`` prompts of ``tokens`` random ids, no two alike and none a mask; the same in every run."""
+def random_prompts(
+    count: int, tokens: int, vocab_size: int, mask_token_id: int, others: Sequence[int] = ()
+) -> list[list[int]]:
+    """``count`` prompts of ``tokens`` random ids, no two alike; the same in every run.
+
+    None is the mask, nor one of ``others``, which cannot be prompted.
+    """
+    left_out = sorted({mask_token_id, *others})
     prompts = []
     for seed in range(count):
-        ids = np.random.default_rng(seed).integers(0, vocab_size - 1, tokens)
-        prompts.append((ids + (ids >= mask_token_id)).tolist())
+        ids = np.random.default_rng(seed).integers(0, vocab_size - len(left_out), tokens)
+        for token in left_out:
+            ids += ids >= token
+        prompts.append(ids.tolist())
     return prompts
 
 

@@ -9,7 +9,9 @@ from herald_kernels.dispatch import OPS, Backend, backend
 from herald_kernels.ops.commit import commit
 from herald_kernels.ops.commit_edits import commit_edits
 from herald_kernels.ops.copy_rows import copy_rows
+from herald_kernels.ops.entropy_softmax import entropy_softmax
 from herald_kernels.ops.expert_mlp import expert_mlp
+from herald_kernels.ops.gelu_mul import gelu_mul
 from herald_kernels.ops.greedy_confidence import greedy_confidence
 from herald_kernels.ops.open_blocks import open_blocks
 from herald_kernels.ops.prefill_attention import prefill_attention
@@ -28,7 +30,9 @@ __all__ = [
     "commit",
     "commit_edits",
     "copy_rows",
+    "entropy_softmax",
     "expert_mlp",
+    "gelu_mul",
     "greedy_confidence",
     "open_blocks",
     "prefill_attention",

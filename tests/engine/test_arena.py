@@ -83,10 +83,10 @@ def test_a_request_without_room_fails_alone(make_engine: MakeEngine, monkeypatch
     engine = make_engine("sdar_b8", DENSE)
     real = engine.memory.ensure
 
-    def ensure(arena_rows: int, pages: int, keep_prefixes: bool) -> None:
+    def ensure(arena_rows: int, pages: int, keep_prefixes: bool, requests: int) -> None:
         if arena_rows > 500:
             raise ResidentSetTooSmall("no room", "lower kv_budget")
-        real(arena_rows, pages, keep_prefixes)
+        real(arena_rows, pages, keep_prefixes, requests)
 
     monkeypatch.setattr(engine.memory, "ensure", ensure)
     big = engine.add_request([1] * 900, SamplingParams(max_tokens=8))

@@ -77,6 +77,7 @@ def check(kernels: list[Any], dtype: torch.dtype, products: bool) -> None:
         (64, 8, 64, 10_000, BF16),
         (16, 3, 256, 10_000, BF16),
         (64, 1, 256, 10_000, BF16),
+        (16, 1, 512, 10_000, BF16),
         (64, 2, 256, 10_000, FP32),
         (32, 4, 128, 10_000, FP32),
     ],
@@ -95,6 +96,24 @@ def test_resident_attention(
     check(compiled, dtype, products=True)
 
 
+@pytest.mark.parametrize(
+    ("group", "head_dim", "window", "dtype"),
+    [(2, 256, 1023, BF16), (8, 512, 0, BF16), (2, 16, 7, BF16), (2, 64, 1023, FP32)],
+    ids=str,
+)
+def test_lanes_that_see_a_part(
+    compiled: list[Any], group: int, head_dim: int, window: int, dtype: torch.dtype
+) -> None:
+    """Canvases of 256 positions; the second shape is that of layers that see everything."""
+    lanes = torch.zeros(2, dtype=torch.int32)
+    q = torch.zeros(2, 256, 2 * group, head_dim, dtype=dtype)
+    rows = torch.zeros(2, 2, 256, 2 * head_dim, dtype=dtype)
+    arena, length = torch.zeros(2, 8, 2 * head_dim, dtype=dtype), torch.zeros(2, 2, dtype=torch.int32)
+    given = (lanes.long(), length, lanes, 1.0, window or 10_000)
+    kernel_of("resident_attention")(q, rows, arena, *given, lanes, window, lanes.long())
+    check(compiled, dtype, products=True)
+
+
 def test_long_sets_use_larger_tiles(compiled: list[Any]) -> None:
     lanes, length = torch.zeros(8, dtype=torch.int32), torch.zeros(8, 8, dtype=torch.int32)
     q, rows = torch.zeros(8, 32, 32, 128, dtype=BF16), torch.zeros(8, 8, 32, 256, dtype=BF16)
@@ -110,22 +129,37 @@ def test_rows_at_the_edge_of_a_set_are_copied_sixteen_bytes_at_once(compiled: li
     assert copies and set(copies) == {"0x10"}
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (128, FP32)], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (512, BF16), (128, FP32)], ids=str
+)
 def test_prefill_attention(compiled: list[Any], head_dim: int, dtype: torch.dtype) -> None:
     q, rows = torch.zeros(64, 8, head_dim, dtype=dtype), torch.zeros(2, 96, 2 * head_dim, dtype=dtype)
     kernel_of("prefill_attention")(q, rows, 32, 32, 0.1)
     check(compiled, dtype, products=True)
 
 
-@pytest.mark.parametrize(("operator", "dtype"), [("max", BF16), ("sum", BF16), ("max", FP32)], ids=str)
-def test_score_rows(compiled: list[Any], operator: str, dtype: torch.dtype) -> None:
-    q, rows = torch.zeros(32, 8, 128, dtype=dtype), torch.zeros(2, 300, 256, dtype=dtype)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_prefill_attention_of_a_window(compiled: list[Any], dtype: torch.dtype) -> None:
+    q, rows = torch.zeros(2048, 4, 256, dtype=dtype), torch.zeros(2, 3071, 512, dtype=dtype)
+    kernel_of("prefill_attention")(q, rows, 1023, 1, 1.0, 1023)
+    check(compiled, dtype, products=True)
+
+
+@pytest.mark.parametrize(
+    ("operator", "dtype", "head_dim"),
+    [("max", BF16, 128), ("sum", BF16, 128), ("max", FP32, 128), ("max", BF16, 512)],
+    ids=str,
+)
+def test_score_rows(compiled: list[Any], operator: str, dtype: torch.dtype, head_dim: int) -> None:
+    q, rows = torch.zeros(32, 8, head_dim, dtype=dtype), torch.zeros(2, 300, 2 * head_dim, dtype=dtype)
     kernel_of("score_rows")(q, torch.zeros(32, 8), rows, 0.1, operator)
     check(compiled, dtype, products=True)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("size", "n", "width"), [(64, 128, 128), (24, 16, 48), (64, 64, 512)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "n", "width"), [(64, 128, 128), (24, 16, 48), (64, 64, 512), (256, 512, 2048)], ids=str
+)
 def test_score_codes(compiled: list[Any], size: int, n: int, width: int, bits: int) -> None:
     """Products of int8 run on the matrix units, and nothing of a score's rounding is left to the compiler."""
     codes = torch.zeros(3, 2, size, n * bits // 8, dtype=torch.uint8)
@@ -147,6 +181,15 @@ def test_qk_norm_rope(compiled: list[Any]) -> None:
     )
     q_out, rows_out = torch.zeros(32, 8, 128, dtype=BF16), torch.zeros(2, 2, 16, 256, dtype=BF16)
     kernel_of("qk_norm_rope")(qkv, weight, weight, phase, phase, q_out, rows_out, 8, 2, 1e-6)
+    check(compiled, BF16, products=False)
+
+
+@pytest.mark.parametrize("kv_projections", [1, 2])
+def test_qk_norm_rope_with_normed_values(compiled: list[Any], kv_projections: int) -> None:
+    qkv, phase = torch.zeros(512, (16 + 2 * kv_projections) * 512, dtype=BF16), torch.zeros(512, 256)
+    q_out, rows_out = torch.zeros(512, 16, 512, dtype=BF16), torch.zeros(2, 2, 256, 1024, dtype=BF16)
+    weight = torch.zeros(512, dtype=BF16)
+    kernel_of("qk_norm_rope")(qkv, weight, weight, phase, phase, q_out, rows_out, 16, 2, 1e-6, True)
     check(compiled, BF16, products=False)
 
 
@@ -196,6 +239,34 @@ def test_greedy_confidence(compiled: list[Any], dtype: torch.dtype) -> None:
 def test_rms_norm(compiled: list[Any]) -> None:
     kernel_of("rms_norm")(torch.zeros(4, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16), 1e-6)
     check(compiled, BF16, products=False)
+
+
+def test_rms_norm_without_weights(compiled: list[Any]) -> None:
+    kernel_of("rms_norm")(torch.zeros(4, 2816, dtype=BF16), None, 1e-6)
+    check(compiled, BF16, products=False)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_entropy_softmax(compiled: list[Any], dtype: torch.dtype) -> None:
+    kernel_of("entropy_softmax")(torch.zeros(4, 262_144), torch.ones(4), dtype)
+    assert len(compiled) == 3
+    check(compiled, dtype, products=False)
+
+
+def test_gelu_mul(compiled: list[Any]) -> None:
+    kernel_of("gelu_mul")(torch.zeros(4, 2 * 2112, dtype=BF16))
+    check(compiled, BF16, products=False)
+
+
+def test_experts_of_gemma(compiled: list[Any]) -> None:
+    """26B-A4B: 128 experts of 704, 8 a token, hidden size 2816."""
+    hidden, ids = torch.zeros(1, 2816, dtype=BF16).expand(512, -1), torch.zeros(512, 8, dtype=torch.int32)
+    gate_up = torch.zeros(1, dtype=BF16).expand(128, 1408, 2816)
+    down = torch.zeros(1, dtype=BF16).expand(128, 2816, 704)
+    kernel_of("expert_mlp")(hidden, ids, ids.float(), gate_up, down, hidden, "gelu_tanh")
+    weight, scale = torch.zeros(128, 2816), torch.zeros(128)
+    kernel_of("route_experts")(hidden, weight, None, 8, "softmax", 1, 1, True, 1.0, scale)
+    check(compiled, BF16, products=True)
 
 
 def test_silu_mul(compiled: list[Any]) -> None:

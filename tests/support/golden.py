@@ -39,7 +39,7 @@ def golden_model(
 ) -> BlockModel:
     """The checkpoint with the block length (or another) and the mask token of its expected results."""
     about = description(folder)
-    block = about["logits"]["B"] if block_length is None else block_length
+    block = about["logits"].get("B", 0) if block_length is None else block_length
     return load_model(GOLDEN / folder, device, dtype, block, about["mask_id"])
 
 
@@ -56,3 +56,27 @@ def decode_cases(*folders: str) -> list[tuple[str, dict[str, Any]]]:
 def case_id(value: object) -> str:
     """Test id of a parameter of `decode_cases`."""
     return value["name"] if isinstance(value, dict) else str(value)
+
+
+class Tapes:
+    """The published noise of canvases, in the place of `herald.decode.uniform_noise`.
+
+    A request with seed i gets that of case i.
+    """
+
+    def __init__(self, folder: str, cases: list[dict[str, Any]], device: str = "cpu") -> None:
+        tapes = [tensors(folder)[f"case.{case['name']}.noise"] for case in cases]
+        shape = [max(tape.shape[d] for tape in tapes) for d in range(2)]
+        self._tapes = torch.zeros(len(tapes), *shape, tapes[0].shape[2], dtype=torch.int64)
+        for all_steps, tape in zip(self._tapes, tapes, strict=True):
+            all_steps[: tape.shape[0], : tape.shape[1]] = tape
+        self._tapes = self._tapes.to(device)
+        self._prompts = torch.tensor([len(case["prompt_ids"]) for case in cases], device=device)
+
+    def __call__(
+        self, seed: torch.Tensor, position: torch.Tensor, step: torch.Tensor, block_length: int, _: int
+    ) -> torch.Tensor:
+        """See `herald.decode.Noise`. Canvases and steps beyond the tape get its last ones."""
+        canvas = (position - self._prompts[seed]) // block_length
+        canvas = canvas.clamp(0, self._tapes.shape[1] - 1)
+        return self._tapes[seed, canvas, step.clamp(max=self._tapes.shape[2] - 1)]

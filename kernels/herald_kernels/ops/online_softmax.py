@@ -8,15 +8,26 @@ import triton.language as tl
 
 
 @triton.jit
-def fold(query, keys, values, visible, peak, total, acc, scale_log2, MASKED: tl.constexpr):
+def fold(
+    query,
+    keys,
+    values,
+    visible,
+    peak,
+    total,
+    acc,
+    scale_log2,
+    MASKED: tl.constexpr,
+    EMPTY: tl.constexpr = False,
+):
     """Fold a tile of rows into the online softmax of a tile of queries.
 
     Args:
         query: [BM, D].
         keys: [BN, D].
         values: [BN, D]; finite, also where nothing is visible.
-        visible: bool, broadcastable to [BM, BN]; ignored unless MASKED. Every query must have seen a visible
-            row by the end of the first fold.
+        visible: bool, broadcastable to [BM, BN]; ignored unless MASKED. Unless EMPTY, every query must have
+            seen a visible row by the end of the first fold.
         peak, total, acc: float32 [BM], [BM], [BM, D]: maximum (in base 2), sum and weighted values so far.
         scale_log2: softmax scale times log2(e), positive.
     """
@@ -25,6 +36,9 @@ def fold(query, keys, values, visible, peak, total, acc, scale_log2, MASKED: tl.
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+    if EMPTY:
+        # A finite maximum, so that a query which has seen nothing yet weighs all rows with 0.
+        higher = tl.maximum(higher, -1e38)
     # One fused multiply-add a score.
     weights = tl.exp2(scores * scale_log2 - higher[:, None])
     shrink = tl.exp2(peak - higher)

@@ -68,6 +68,7 @@ RESIDENT = Tiles(64, 64, 4, 3)
 RESIDENT_LONG = Tiles(128, 128, 8, 3)  # from LONG_ROWS rows in a call on
 PREFILL = Tiles(128, 128, 8, 3)
 WIDE_HEADS = Tiles(64, 64, 4, 2)  # head_dim above 128
+WIDEST_HEADS = Tiles(64, 32, 8, 2)  # above 256: what fits into shared memory and registers, not measured
 EXACT = Tiles(32, 32, 8, 1, descriptors=False)  # float32: products on the FMA units, from registers
 LONG_ROWS = 800_000  # lanes x KV heads x rows
 RMS_NORM_WARPS = 8
@@ -100,7 +101,7 @@ def resident_tiles(num_queries: int, head_dim: int, dtype: torch.dtype, total_ro
         num_queries: query rows of a lane in one KV head.
         total_rows: rows of all sets of the call, over all KV heads.
     """
-    tile = EXACT if dtype == torch.float32 else WIDE_HEADS if head_dim > 128 else RESIDENT
+    tile = _wide_tiles(head_dim, dtype) or RESIDENT
     if tile is RESIDENT and num_queries >= RESIDENT_LONG.queries and total_rows >= LONG_ROWS:
         return RESIDENT_LONG
     queries = min(tile.queries, max(16, 1 << (num_queries - 1).bit_length()))
@@ -109,7 +110,14 @@ def resident_tiles(num_queries: int, head_dim: int, dtype: torch.dtype, total_ro
 
 def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
     """Tiles of `prefill_attention`."""
-    return EXACT if dtype == torch.float32 else WIDE_HEADS if head_dim > 128 else PREFILL
+    return _wide_tiles(head_dim, dtype) or PREFILL
+
+
+def _wide_tiles(head_dim: int, dtype: torch.dtype) -> Tiles | None:
+    """Tiles of either attention where the usual ones do not fit."""
+    if dtype == torch.float32:
+        return EXACT
+    return WIDEST_HEADS if head_dim > 256 else WIDE_HEADS if head_dim > 128 else None
 
 
 def expert_tiles(pairs_an_expert: float, dtype: torch.dtype) -> tuple[ProductTiles, ProductTiles]:

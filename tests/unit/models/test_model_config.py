@@ -233,6 +233,7 @@ def test_every_family_names_a_model_class() -> None:
         ("llada-8b", 8.02, 8.02),
         ("llada-moe", 7.36, 1.72),
         ("dream-7b", 7.62, 7.62),
+        ("diffusiongemma-26b-a4b", 25.25, 3.84),
     ],
 )
 def test_presets_have_the_published_size(name: str, billions: float, active: float) -> None:

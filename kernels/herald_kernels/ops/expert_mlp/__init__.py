@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from herald_kernels.dispatch import implementation
 from herald_kernels.ops.checks import need_unit_stride
+
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def expert_mlp(
@@ -15,8 +19,11 @@ def expert_mlp(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     out: torch.Tensor,
+    activation: Literal["silu", "gelu_tanh"] = "silu",
 ) -> None:
-    """Add ``sum_k weights[t, k] * mlp(ids[t, k], hidden[t])`` to ``out[t]``, each MLP a SwiGLU.
+    """Add ``sum_k weights[t, k] * mlp(ids[t, k], hidden[t])`` to ``out[t]``.
+
+    Each MLP is gated: ``down(activation(gate(x)) * up(x))``.
 
     Products, gate and each expert's result are rounded to the dtype as in torch; the sum runs in float32, in
     the order of k, and is rounded once with what ``out`` held. A token's result depends on its own inputs
@@ -53,6 +60,8 @@ def expert_mlp(
     for name, tensor in {"ids": ids, "weights": weights, "gate_up": gate_up, "down": down}.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
     need_unit_stride(hidden=hidden, out=out)
     if ids.numel():
-        implementation("expert_mlp", hidden.device.type)(hidden, ids, weights, gate_up, down, out)
+        implementation("expert_mlp", hidden.device.type)(hidden, ids, weights, gate_up, down, out, activation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from herald_kernels.ops.gelu_mul.reference import gelu_mul
 from herald_kernels.ops.silu_mul.reference import silu_mul
 
 
@@ -15,8 +16,10 @@ def expert_mlp(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     out: torch.Tensor,
+    activation: str = "silu",
 ) -> None:
     """See `herald_kernels.expert_mlp`."""
+    gate = silu_mul if activation == "silu" else gelu_mul
     results = hidden.new_zeros(*ids.shape, hidden.shape[1])
     # Looking which tokens an expert has makes the host wait, which a recording does not allow: on a device
     # every expert takes all of them.
@@ -26,10 +29,10 @@ def expert_mlp(
         if selects:
             token, place = mine.nonzero(as_tuple=True)
             if token.numel():
-                gated = silu_mul(F.linear(hidden[token], gate_up[expert]))
+                gated = gate(F.linear(hidden[token], gate_up[expert]))
                 results[token, place] = F.linear(gated, down[expert])
         else:
-            whole = F.linear(silu_mul(F.linear(hidden, gate_up[expert])), down[expert])
+            whole = F.linear(gate(F.linear(hidden, gate_up[expert])), down[expert])
             results = torch.where(mine.unsqueeze(-1), whole.unsqueeze(1), results)
     total = (results.float() * weights.unsqueeze(-1)).sum(1)
     out.copy_(out.float() + total)

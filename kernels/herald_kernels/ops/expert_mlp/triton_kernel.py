@@ -12,6 +12,7 @@ import triton.language as tl
 
 from herald_kernels.ops import tiles
 from herald_kernels.ops.expert_mlp.buckets import Buckets, make_buckets
+from herald_kernels.ops.gelu_mul.triton_kernel import gelu_tanh
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -28,13 +29,14 @@ def _grouped_kernel(
     N: tl.constexpr,
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """Rows of one tile times some columns of its expert's weights.
 
-    ``GATED``: ``x`` are hidden states by token, ``weight`` is [E, 2 * N, D], and ``silu(gate) * up`` goes to
+    ``GATED``: ``x`` are hidden states by token, ``weight`` is [E, 2 * N, D], and the gated values go to
     ``out`` row by row of the tiles. Else ``x`` are those rows, ``weight`` is [E, N, D], and the products go
     to ``out`` pair by pair.
     """
@@ -69,7 +71,8 @@ def _grouped_kernel(
     kind = out.dtype.element_ty
     if GATED:
         gate = acc.to(kind).to(tl.float32)
-        opened = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+        opened = gelu_tanh(gate) if GELU else gate / (1.0 + tl.exp(-gate))
+        opened = opened.to(kind).to(tl.float32)
         value = (opened * up_acc.to(kind).to(tl.float32)).to(kind)
         tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], value, mask=inside[None, :])
     else:
@@ -102,6 +105,7 @@ def _grouped(
     num_pairs: int,
     top_k: int,
     gated: bool,
+    gelu: bool,
     tile: tiles.ProductTiles,
 ) -> None:
     """Launch `_grouped_kernel` for all columns and as many tiles as there can be."""
@@ -120,6 +124,7 @@ def _grouped(
         N=columns,
         TOP_K=top_k,
         GATED=gated,
+        GELU=gelu,
         ROWS=tile.rows,
         COLS=cols,
         DEPTH=min(tile.depth, max(16, triton.next_power_of_2(depth))),
@@ -135,17 +140,19 @@ def expert_mlp(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     out: torch.Tensor,
+    activation: str = "silu",
 ) -> None:
     """See `herald_kernels.expert_mlp`."""
     num_tokens, top_k = ids.shape
+    gelu = activation == "gelu_tanh"
     num_experts, width, size = down.shape
     num_pairs = num_tokens * top_k
     gate_tile, down_tile = tiles.expert_tiles(num_pairs / num_experts, hidden.dtype)
     buckets = make_buckets(ids, num_experts, gate_tile.rows)
     gated = torch.empty(buckets.pairs.numel(), size, dtype=hidden.dtype, device=hidden.device)
     results = torch.empty(num_pairs, width, dtype=hidden.dtype, device=hidden.device)
-    _grouped(hidden, gate_up, gated, buckets, num_pairs, top_k, True, gate_tile)
-    _grouped(gated, down, results, buckets, num_pairs, top_k, False, down_tile)
+    _grouped(hidden, gate_up, gated, buckets, num_pairs, top_k, True, gelu, gate_tile)
+    _grouped(gated, down, results, buckets, num_pairs, top_k, False, gelu, down_tile)
     block = min(tiles.COMBINE.size, triton.next_power_of_2(width))
     num_parts = triton.cdiv(width, block)
     _combine_kernel[(num_tokens * num_parts,)](

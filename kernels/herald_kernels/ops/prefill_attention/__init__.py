@@ -9,12 +9,13 @@ from herald_kernels.ops.checks import need_unit_stride
 
 
 def prefill_attention(
-    q: torch.Tensor, rows: torch.Tensor, q_start: int, block_length: int, scale: float
+    q: torch.Tensor, rows: torch.Tensor, q_start: int, block_length: int, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Attention of consecutive positions to everything before the end of their own block.
+    """Attention of consecutive positions to everything before the end of their own block, or to a window.
 
     The query at position p sees positions ``< min((p // block_length + 1) * block_length, n)``: a block
-    length of 1 is causal attention, one of n or more is bidirectional.
+    length of 1 is causal attention, one of n or more is bidirectional. With a window it sees of those only
+    positions ``>= p - window``.
 
     Source: FlashAttention-2 (Dao 2023, arXiv 2307.08691), with rows of K and V side by side.
 
@@ -25,6 +26,7 @@ def prefill_attention(
         q_start: position of the first query.
         block_length: positions of a block.
         scale: of the scores before the softmax, positive.
+        window: positions before its own that a query sees; 0 for all of them.
 
     Returns:
         Like q.
@@ -40,10 +42,12 @@ def prefill_attention(
             f"queries {q_start}..{q_start + q.shape[0]} in blocks of {block_length} need at least "
             f"{q_start + q.shape[0]} rows; there are {num_rows}"
         )
+    if window < 0:
+        raise ValueError(f"window={window} must be 0 (none) or more")
     if not scale > 0:
         raise ValueError(f"scale={scale} must be positive")
     need_unit_stride(q=q, rows=rows)
     out: torch.Tensor = implementation("prefill_attention", q.device.type)(
-        q, rows, q_start, block_length, scale
+        q, rows, q_start, block_length, scale, window
     )
     return out

@@ -10,7 +10,7 @@ MASK_ELEMENTS = 1 << 23
 
 
 def prefill_attention(
-    q: torch.Tensor, rows: torch.Tensor, q_start: int, block_length: int, scale: float
+    q: torch.Tensor, rows: torch.Tensor, q_start: int, block_length: int, scale: float, window: int = 0
 ) -> torch.Tensor:
     """See `herald_kernels.prefill_attention`."""
     num_queries, num_heads, head_dim = q.shape
@@ -25,8 +25,11 @@ def prefill_attention(
         end = ((position // block_length + 1) * block_length).clamp(max=num_rows)
         visible = int(end[-1])
         mask = None
-        if int(end[0]) != visible:
-            mask = torch.arange(visible, device=q.device) < end.repeat_interleave(group)[:, None]
+        if int(end[0]) != visible or window:
+            row = torch.arange(visible, device=q.device)
+            mask = row < end.repeat_interleave(group)[:, None]
+            if window:
+                mask &= row >= (position - window).repeat_interleave(group)[:, None]
         # The query heads of a KV head stand below each other, so that no key or value is repeated in memory.
         query = chunk.unflatten(1, (num_kv_heads, group)).transpose(0, 1).flatten(1, 2)[None]
         result = scaled_dot_product_attention(

@@ -19,6 +19,7 @@ def qk_norm_rope(
     num_heads: int,
     num_kv_heads: int,
     eps: float,
+    norm_values: bool = False,
 ) -> None:
     """Normalise and rotate the heads of a fused projection; K and V leave as rows.
 
@@ -27,7 +28,8 @@ def qk_norm_rope(
     pairs with i + R/2; dimensions from R on pass through.
 
     Args:
-        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], unit stride in the last dimension.
+        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], unit stride in the last dimension. Without the
+            heads of V its width is less by those, and V is the K that was given.
         q_weight: [head_dim] of qkv's dtype, or None for no norm.
         k_weight: likewise for K.
         cos: float32 [T, R/2], R <= head_dim.
@@ -36,14 +38,18 @@ def qk_norm_rope(
         rows_out: [groups, num_kv_heads, M, 2 * head_dim] with groups * M == T, any strides but a unit one in
             the last dimension; written. Token t is row t % M of group t // M: K, normed and rotated, then V.
         eps: of the RMS norm.
+        norm_values: V passes an RMS norm without weights.
 
     Raises:
         ValueError: shapes or strides do not fit, or a weight has another dtype than qkv.
     """
     num_tokens, width = qkv.shape
-    head_dim = width // (num_heads + 2 * num_kv_heads)
+    head_dim = q_out.shape[-1]
+    shared = width == head_dim * (num_heads + num_kv_heads)
     groups, _, group_length, _ = rows_out.shape
-    if q_out.shape != (num_tokens, num_heads, head_dim) or width != head_dim * (num_heads + 2 * num_kv_heads):
+    if q_out.shape != (num_tokens, num_heads, head_dim) or not (
+        shared or width == head_dim * (num_heads + 2 * num_kv_heads)
+    ):
         raise ValueError(
             f"qkv {tuple(qkv.shape)} of {num_heads} query and {num_kv_heads} KV heads does not match q_out "
             f"{tuple(q_out.shape)}"
@@ -65,5 +71,5 @@ def qk_norm_rope(
     need_unit_stride(qkv=qkv, q_out=q_out, rows_out=rows_out)
     if num_tokens:
         implementation("qk_norm_rope", qkv.device.type)(
-            qkv, q_weight, k_weight, cos, sin, q_out, rows_out, num_heads, num_kv_heads, eps
+            qkv, q_weight, k_weight, cos, sin, q_out, rows_out, num_heads, num_kv_heads, eps, norm_values
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 
 def _rms_norm(heads: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -32,12 +33,16 @@ def qk_norm_rope(
     num_heads: int,
     num_kv_heads: int,
     eps: float,
+    norm_values: bool = False,
 ) -> None:
     """See `herald_kernels.qk_norm_rope`."""
     head_dim = q_out.shape[-1]
     groups, _, group_length, _ = rows_out.shape
-    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    heads = qkv.unflatten(1, (-1, head_dim))
+    q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+    v = heads[:, -num_kv_heads:]
+    if norm_values:
+        v = F.rms_norm(v, (head_dim,), None, eps)
     q_out.copy_(_rotate(_rms_norm(q, q_weight, eps), cos, sin))
     keys, values = rows_out.transpose(1, 2).split(head_dim, dim=-1)
     keys.copy_(_rotate(_rms_norm(k, k_weight, eps), cos, sin).unflatten(0, (groups, group_length)))

@@ -116,6 +116,8 @@ def _qk_norm_rope_kernel(
     HALF: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
+    V_NORM: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ):
@@ -145,7 +147,12 @@ def _qk_norm_rope_kernel(
             else:
                 _rotate_some(source, target, k_weight, cos, sin, token, valid, eps, D, HALF, K_NORM)
         elif head < HQ + 2 * H:
-            raw = tl.load(source[:, None] + col[None, :], mask=valid[:, None])
+            if SHARED:
+                source -= H * D
+            raw = tl.load(source[:, None] + col[None, :], mask=valid[:, None], other=0.0)
+            if V_NORM:
+                wide = raw.to(tl.float32)
+                raw = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]).to(raw.dtype)
             target = rows_out + row + (head - HQ - H).to(tl.int64) * rows_stride_head + D
             tl.store(target[:, None] + col[None, :], raw.to(rows_out.dtype.element_ty), mask=valid[:, None])
 
@@ -161,6 +168,7 @@ def qk_norm_rope(
     num_heads: int,
     num_kv_heads: int,
     eps: float,
+    norm_values: bool = False,
 ) -> None:
     """See `herald_kernels.qk_norm_rope`. ``head_dim`` must be a power of two."""
     num_tokens, head_dim = q_out.shape[0], q_out.shape[2]
@@ -189,6 +197,8 @@ def qk_norm_rope(
         HALF=cos.shape[1],
         Q_NORM=q_weight is not None,
         K_NORM=k_weight is not None,
+        V_NORM=norm_values,
+        SHARED=qkv.shape[1] == (num_heads + num_kv_heads) * head_dim,
         BLOCK=strip.size,
         HEADS=strip.heads,
         num_warps=strip.num_warps,

@@ -26,7 +26,7 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@triton.jit(do_not_specialize=["tiles_per_piece", "max_pieces"])
+@triton.jit(do_not_specialize=["tiles_per_piece", "max_pieces", "window"])
 def _attend_kernel(
     q,
     rows,
@@ -35,11 +35,14 @@ def _attend_kernel(
     row_start,
     length,
     parent,
+    causal,
+    position,
     out,
     lse,
     part_out,
     part_lse,
     scale_log2,
+    window,
     tiles_per_piece,
     max_pieces,
     q_stride_lane,
@@ -59,6 +62,8 @@ def _attend_kernel(
     EDGE_STAGES: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     NUM_TILES: tl.constexpr = (B * G + BLOCK_M - 1) // BLOCK_M
     # Lanes are the fastest axis: those of one request run together and share its set in the L2 cache.
@@ -76,6 +81,15 @@ def _attend_kernel(
     parent_lane = tl.load(parent + lane).to(tl.int64)
     query = tl.load(q_rows[:, None] + col[None, :], mask=real[:, None], other=0.0)
 
+    # What a query sees is bounded by its own position: `ahead` of its lane, `first` of what is before it.
+    bounded = tl.load(causal + lane) if CAUSAL else tl.full([], 0, tl.int32)
+    offset = tl.where(bounded > 0, m // G, 0)
+    ahead = tl.where(bounded > 0, m // G, B)
+    if WINDOW:
+        origin = tl.load(position + tl.where(parent_lane >= 0, parent_lane, lane))
+        first_seen = tl.load(position + lane) + offset - window
+        behind = tl.where(bounded > 0, m // G - window, -1)
+
     # The lane's own rows and its parent's follow those of the set.
     last = count + tl.where(parent_lane >= 0, 2 * B, B)
     num_tiles = tl.cdiv(last, BLOCK_N)
@@ -90,7 +104,7 @@ def _attend_kernel(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     set_rows = arena + head * arena_stride_head + start * arena_stride_row
     first_row = (head * (arena_stride_head // arena_stride_row) + start).to(tl.int32)
-    full = count // BLOCK_N
+    full = 0 if WINDOW else count // BLOCK_N
     for tile in range(begin, tl.minimum(end, full)):
         keys, values = load_full_tile(
             set_rows + arena_stride_row.to(tl.int64) * (tile * BLOCK_N),
@@ -116,8 +130,25 @@ def _attend_kernel(
             either = tl.multiple_of(either, 16)
         inside = n < last
         keys, values = load_tile(either, inside, D)
-        peak, total, acc = fold(query, keys, values, inside[None, :], peak, total, acc, scale_log2, True)
+        if CAUSAL or WINDOW:
+            own = (near >= 0) & (near < B)
+            visible = inside[None, :] & ((near[None, :] <= ahead[:, None]) | (~own)[None, :])
+            if WINDOW:
+                last_set = origin - 1
+                ring = last_set - (last_set - n) % window  # of rows below `count`, where n <= last_set
+                before = tl.where(near < 0, ring, origin + (near - B))
+                reached = before[None, :] >= first_seen[:, None]
+                reached = tl.where(own[None, :], near[None, :] >= behind[:, None], reached)
+                visible &= reached
+            peak, total, acc = fold(query, keys, values, visible, peak, total, acc, scale_log2, True, True)
+        else:
+            peak, total, acc = fold(query, keys, values, inside[None, :], peak, total, acc, scale_log2, True)
 
+    if CAUSAL or WINDOW:
+        # A piece of which a query sees nothing weighs nothing.
+        acc = tl.where(total[:, None] > 0, acc, 0.0)
+        peak = tl.where(total > 0, peak, float("-inf"))
+        total = tl.where(total > 0, total, 1.0)
     value = acc / total[:, None]
     sum_log2 = peak + tl.log2(total)
     if pieces == 1:
@@ -185,6 +216,9 @@ def resident_attention(
     parent: torch.Tensor,
     scale: float,
     max_length: int,
+    causal: torch.Tensor | None = None,
+    window: int = 0,
+    position: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `herald_kernels.resident_attention`. ``head_dim`` must be a power of two, at least 16."""
     num_lanes, block_length, num_heads, head_dim = q.shape
@@ -208,6 +242,8 @@ def resident_attention(
     )
 
     length, parent = length.contiguous(), parent.contiguous()
+    flags = parent if causal is None else causal.contiguous()
+    starts = parent if position is None else position.contiguous()
     part_out, part_lse = out, lse
     if cut.pieces > 1:
         part_shape = (num_lanes, num_kv_heads, cut.pieces, num_queries)
@@ -223,11 +259,14 @@ def resident_attention(
         row_start.contiguous(),
         length,
         parent,
+        flags,
+        starts,
         out,
         lse,
         part_out,
         part_lse,
         scale * 1.4426950408889634,
+        window,
         cut.tiles_per_piece,
         cut.pieces,
         *q.stride()[:3],
@@ -238,6 +277,8 @@ def resident_attention(
         EDGE_STAGES=min(2, tile.num_stages),
         DESCRIPTORS=descriptor is not None,
         ALIGNED=aligned_rows(arena) and aligned_rows(rows),
+        CAUSAL=causal is not None,
+        WINDOW=window > 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

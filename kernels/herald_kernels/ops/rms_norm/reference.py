@@ -6,6 +6,6 @@ import torch
 from torch.nn import functional as F
 
 
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """See `herald_kernels.rms_norm`."""
-    return F.rms_norm(hidden, weight.shape, weight, eps)
+    return F.rms_norm(hidden, hidden.shape[1:], weight, eps)

@@ -26,6 +26,7 @@ def route_experts(
     top_groups: int,
     normalise: bool,
     scale: float,
+    expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `herald_kernels.route_experts`."""
     logits = F.linear(hidden.float(), weight.float())
@@ -40,4 +41,5 @@ def route_experts(
     weights = scores.gather(1, ids)
     if normalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
-    return ids.to(torch.int32), weights * scale
+    weights = weights * scale
+    return ids.to(torch.int32), weights if expert_scale is None else weights * expert_scale[ids]

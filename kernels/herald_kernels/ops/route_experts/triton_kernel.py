@@ -33,6 +33,7 @@ def _route_kernel(
     hidden,
     weight,
     bias,
+    expert_scale,
     ids,
     weights,
     num_tokens,
@@ -43,6 +44,7 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     SOFTMAX: tl.constexpr,
     BIAS: tl.constexpr,
+    EXPERT_SCALE: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -107,6 +109,8 @@ def _route_kernel(
     shares = tl.where(rank < TOP_K, tl.gather(score, chosen, 1), 0.0)
     if NORMALISE:
         shares = shares / (tl.sum(shares, 1) + 1e-20)[:, None]
+    if EXPERT_SCALE:
+        shares *= tl.load(expert_scale + chosen, mask=rank < TOP_K, other=0.0)
     target = token[:, None] * TOP_K + rank
     written = valid[:, None] & (rank < TOP_K)
     tl.store(ids + target, chosen, mask=written)
@@ -123,6 +127,7 @@ def route_experts(
     top_groups: int,
     normalise: bool,
     scale: float,
+    expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `herald_kernels.route_experts`. Experts in groups must be powers of two, and the groups too."""
     num_tokens, width = hidden.shape
@@ -142,6 +147,7 @@ def route_experts(
         hidden,
         weight,
         weight if bias is None else bias,
+        weight if expert_scale is None else expert_scale,
         ids,
         weights,
         num_tokens,
@@ -152,6 +158,7 @@ def route_experts(
         TOP_K=top_k,
         SOFTMAX=score == "softmax",
         BIAS=bias is not None,
+        EXPERT_SCALE=expert_scale is not None,
         GROUPS=num_groups,
         TOP_GROUPS=min(top_groups, num_groups),
         NORMALISE=normalise,

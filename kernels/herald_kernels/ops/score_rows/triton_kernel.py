@@ -65,7 +65,7 @@ def score_rows(
     num_kv_heads, num_rows, _ = rows.shape
     group = num_heads // num_kv_heads
     exact = q.dtype == torch.float32
-    block_rows = 32 if exact else 128
+    block_rows = 32 if exact else 64 if head_dim > 256 else 128
     out = torch.empty(num_kv_heads, num_rows, dtype=torch.float32, device=q.device)
     if num_rows:
         _score_kernel[(triton.cdiv(num_rows, block_rows), num_kv_heads)](
