@@ -9,6 +9,7 @@ from herald.config import EngineConfig, OffloadConfig
 from herald.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from herald.async_llm import AsyncLLM
     from herald.engine.saved_prefix import LoadedPrefix
     from herald.llm import LLM
     from herald.outputs import CompletionOutput, PrefixStats, Progress, RequestMetrics, RequestOutput
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "LoadedPrefix",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AsyncLLM": "herald.async_llm",
     "LLM": "herald.llm",
     "CompletionOutput": "herald.outputs",
     "LoadedPrefix": "herald.engine.saved_prefix",
@@ -41,7 +44,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load `LLM` (and torch with it) only when it is asked for."""
+    """Load `LLM` or `AsyncLLM` (and torch with it) only when it is asked for."""
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'herald' has no attribute {name!r}")

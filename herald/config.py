@@ -213,8 +213,12 @@ class EngineConfig:
     Args:
         max_num_seqs: requests that decode at the same time.
         max_model_len: positions a request may use (prompt + output), 0 for the model's limit.
-        prefill_chunk: positions a prefill unit covers, rounded down to whole blocks.
-        prefill_units_per_step: (layer, chunk) units run between two decode steps when requests decode.
+        prefill_chunk: positions a prefill unit covers, rounded down to whole blocks. Shared prefixes are cut
+            alike, so it is one number for all prompts; a smaller one holds running answers up less.
+        tokens_per_step: prompt tokens that run between two decode steps, together with the positions of the
+            blocks that decode; what is left is carried over. Attention to a long context counts as more
+            tokens. 0 for the blocks of ``max_num_seqs`` requests and 512 prompt tokens. A smaller budget
+            holds running answers up less, a larger one prefills faster beside them.
         cuda_graphs: record each shape of a step as a CUDA graph and replay it; False launches its kernels one
             by one (to debug, or to save the memory of the recordings). Has no effect on a CPU.
     """
@@ -222,7 +226,7 @@ class EngineConfig:
     max_num_seqs: int = 8
     max_model_len: int = 0
     prefill_chunk: int = 2048
-    prefill_units_per_step: int = 8
+    tokens_per_step: int = 0
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
@@ -230,9 +234,4 @@ class EngineConfig:
         check(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "use 1 or more")
         check(self.max_model_len >= 0, "max_model_len", self.max_model_len, "use 0 for the model's limit")
         check(self.prefill_chunk >= 64, "prefill_chunk", self.prefill_chunk, "use 64 or more, such as 2048")
-        check(
-            self.prefill_units_per_step >= 1,
-            "prefill_units_per_step",
-            self.prefill_units_per_step,
-            "use 1 or more",
-        )
+        check(self.tokens_per_step >= 0, "tokens_per_step", self.tokens_per_step, "use 0 (automatic) or more")

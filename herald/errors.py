@@ -75,3 +75,19 @@ class PrefixMismatch(UsageError):
 
 class PrefixDamaged(HeraldError):
     """A saved prefix is incomplete, or its files are not those that were written."""
+
+
+class QueueFull(HeraldError):
+    """As many requests wait as may.
+
+    Args:
+        retry_after: seconds after which a place is likely to be free.
+    """
+
+    def __init__(self, problem: str, remedy: str = "", retry_after: int = 1) -> None:
+        super().__init__(problem, remedy)
+        self.retry_after = retry_after
+
+
+class EngineStopped(HeraldError):
+    """The engine takes no requests, or ended this one: it was closed, or a step failed."""

@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -17,6 +16,7 @@ from herald.config import EngineConfig, OffloadConfig, check, is_whole
 from herald.engine.engine import ProgressCallback
 from herald.engine.factory import make_engine
 from herald.engine.request import Phase, Request
+from herald.engine.results import output_of
 from herald.engine.saved_prefix import (
     LoadedPrefix,
     check_document,
@@ -27,7 +27,7 @@ from herald.engine.saved_prefix import (
 from herald.errors import CudaUnavailable, InvalidOption, RequestAborted, UsageError
 from herald.kvstore.prefix_file import check_folder
 from herald.models import load_model, resolve_model
-from herald.outputs import CompletionOutput, PrefixStats, Progress, RequestMetrics, RequestOutput
+from herald.outputs import PrefixStats, Progress, RequestOutput
 from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
 from herald_kernels import backend
@@ -376,36 +376,6 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
         "use 'float32' or 'bfloat16' on a CPU",
     )
     return DTYPES[dtype]
-
-
-def output_of(request: Request) -> RequestOutput:
-    """The state of a request as its caller sees it."""
-    completion = CompletionOutput(request.text, tuple(request.output_ids), request.finish_reason)
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt_token_ids=tuple(request.prompt_ids),
-        outputs=(completion,),
-        finished=request.phase is Phase.FINISHED,
-        prompt=request.prompt,
-        metrics=metrics_of(request),
-    )
-
-
-def metrics_of(request: Request) -> RequestMetrics:
-    """Counters and times of a request, as far as it has come."""
-
-    def between(start: float, end: float) -> float:
-        return max(end - start, 0.0) if start and end else 0.0
-
-    return RequestMetrics(
-        prompt_tokens=len(request.prompt_ids),
-        output_tokens=len(request.output_ids),
-        queue_seconds=between(request.arrived, request.prefill_started),
-        prefill_seconds=between(request.prefill_started, request.prefilled),
-        decode_seconds=between(request.prefilled, request.finished_at),
-        first_block_seconds=between(request.arrived, request.first_block_done),
-        **asdict(request.counters),
-    )
 
 
 def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

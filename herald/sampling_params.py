@@ -48,6 +48,8 @@ class SamplingParams:
         sub_block_length: a step commits within the first part of the block that has a mask, of this length
             (Fast-dLLM v2); 0 for the family's own, which is 8 there.
         ignore_eos: go on after an end-of-sequence token.
+        kv_budget: rows attended to / rows of the prefix, in (0, 1], instead of the engine's
+            (`OffloadConfig.kv_budget`); None for that.
     """
 
     max_tokens: int = 256
@@ -68,6 +70,7 @@ class SamplingParams:
     block_length: int = 0
     sub_block_length: int = 0
     ignore_eos: bool = False
+    kv_budget: float | None = None
 
     def __post_init__(self) -> None:
         check(isinstance(self.stop, (str, tuple, list)), "stop", self.stop, "use a string or a list of them")
@@ -149,4 +152,11 @@ class SamplingParams:
         sub_block = self.sub_block_length
         check(
             sub_block >= 0, "sub_block_length", sub_block, "use 0 for the family's, or a divisor of the block"
+        )
+        budget = self.kv_budget
+        check(
+            budget is None or (is_number(budget) and 0.0 < budget <= 1.0),
+            "kv_budget",
+            budget,
+            "use a share in (0, 1], such as 0.08, or None for the engine's",
         )

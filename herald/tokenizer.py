@@ -59,9 +59,15 @@ class Tokenizer:
         """Token ids of ``text``.
 
         Raises:
-            InvalidOption: the folder has no tokenizer, or ``text`` is no string.
+            InvalidOption: the folder has no tokenizer, or ``text`` is no string that UTF-8 can write.
         """
         check(isinstance(text, str), "prompt", text, "pass a string, or token ids as prompt_token_ids")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:  # half of a surrogate pair, as JSON may spell it
+            raise InvalidOption(
+                f"the prompt has a lone surrogate at character {error.start}", "pass valid Unicode"
+            ) from None
         return list(self._require("encode text").encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -90,6 +90,7 @@ class SyntheticPrefill:
 
     done = False
     progress = 0
+    next_unit = (0, 1)
 
     def __init__(
         self,

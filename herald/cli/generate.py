@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from herald.cli import batch
 from herald.cli.options import engine_config, offload_config, open_model, sampling_params
 from herald.cli.prefix import load_document
 from herald.cli.progress import ProgressBars
@@ -27,6 +28,9 @@ _REPLACEMENT = "\ufffd"
 
 def run(args: argparse.Namespace) -> int:
     """Generate, print, and return the exit code."""
+    if args.input is not None or args.output is not None:
+        _check_batch(args)
+        return batch.run(args)
     params, offload, engine = sampling_params(args), offload_config(args), engine_config(args)
     prompts = collect_prompts(args.prompt, args.prompt_file)
     if args.prefix is not None and args.prompt_file:
@@ -46,6 +50,16 @@ def run(args: argparse.Namespace) -> int:
     if not args.quiet and not args.json:
         print_statistics([output.metrics for output in outputs])
     return 0
+
+
+def _check_batch(args: argparse.Namespace) -> None:
+    """Refuse what has no meaning beside ``--input``."""
+    if args.input is None or args.output is None:
+        raise UsageError("--input and --output go together", "give both")
+    for option in ("prompt", "prompt_file", "stream", "json"):
+        if getattr(args, option):
+            name = f"--{option.replace('_', '-')}"
+            raise UsageError(f"{name} has no meaning beside --input", "leave it out")
 
 
 class _Input:

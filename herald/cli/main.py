@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from herald import __version__
-from herald.cli import doctor, generate, models, options, prefix, profile
+from herald.cli import chat, doctor, generate, models, options, prefix, profile, serve
 from herald.errors import HeraldError, UsageError
 
 RUNTIME_ERROR, USAGE_ERROR, INTERRUPTED = 1, 2, 130
@@ -40,6 +40,23 @@ def build_parser() -> argparse.ArgumentParser:
     options.add_generate_options(command)
     command.set_defaults(run=generate.run)
     prefix.add_commands(commands)
+    command = commands.add_parser(
+        "chat",
+        help="talk with a model in the terminal",
+        description="Talk with a model in the terminal; /help lists what it understands.",
+        allow_abbrev=False,
+    )
+    chat.add_chat_options(command)
+    command.set_defaults(run=chat.run)
+    command = commands.add_parser(
+        "serve",
+        help="answer requests over HTTP, as OpenAI's interface has them",
+        description="Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, "
+        "/detokenize, /health, /ready, /metrics. See docs/serving.md.",
+        allow_abbrev=False,
+    )
+    serve.add_serve_options(command)
+    command.set_defaults(run=serve.run)
     command = commands.add_parser(
         "doctor",
         help="show what this machine offers and what would make it faster",

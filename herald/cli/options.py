@@ -101,7 +101,7 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     """Declare every option of ``herald generate``."""
     _add_prompt_options(parser)
     add_model_options(parser)
-    _add_sampling_options(parser)
+    add_sampling_options(parser)
     add_offload_options(parser)
     _add_output_options(parser)
 
@@ -129,6 +129,17 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
         help="a document of `herald prefix save`, which stands before each --prompt without being prefilled",
     )
     group.add_argument("--chat", action="store_true", help="wrap each prompt in the model's chat template")
+    group = parser.add_argument_group(
+        "batches",
+        "Answers to many prompts, as many at a time as run together. Started again, it goes on where it was.",
+    )
+    group.add_argument(
+        "--input",
+        metavar="PATH",
+        help="a folder of text files, or JSON Lines: a prompt, messages or prompt_token_ids a line, with an "
+        "id and its own max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos or kv_budget",
+    )
+    group.add_argument("--output", metavar="FILE", help="answers as JSON Lines; those in it are not repeated")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -189,7 +200,26 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in ("block_length", "mask_token_id", "rope_scaling")}
 
 
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what only a server needs of `engine_config`."""
+    add = _adder(parser.add_argument_group("scheduling"))
+    add(
+        "--tokens-per-step",
+        type=whole,
+        metavar="N",
+        help="prompt tokens between two decode steps, with the blocks that decode; fewer hold running "
+        "answers up less (default: 512 beside the blocks)",
+    )
+    add(
+        "--prefill-chunk",
+        type=whole,
+        metavar="N",
+        help=f"positions of a prefill unit (default: {EngineConfig.prefill_chunk})",
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what `sampling_params` takes."""
     add = _adder(parser.add_argument_group("decoding"))
     default = SamplingParams
     add("--max-tokens", type=whole, metavar="N", help=f"new tokens at most (default: {default.max_tokens})")
@@ -382,6 +412,8 @@ _OFFLOAD = {
 _ENGINE = {
     "max_model_len": "max_model_len",
     "max_num_seqs": "max_num_seqs",
+    "tokens_per_step": "tokens_per_step",
+    "prefill_chunk": "prefill_chunk",
     "cuda_graphs": "cuda_graphs",
 }
 

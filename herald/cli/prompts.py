@@ -28,7 +28,7 @@ def collect_prompts(prompts: Sequence[str], files: Sequence[str]) -> list[str]:
         raise UsageError("--prompt-file - was given twice", "standard input can be read once only")
     for text in prompts:
         _check_argument(text)
-    documents = [_read(name) for name in files]
+    documents = [read_prompt(name) for name in files]
     if not prompts:
         return documents
     if not documents:
@@ -47,8 +47,8 @@ def _check_argument(text: str) -> None:
         raise UsageError(f"--prompt is not valid UTF-8 at byte {offset}", "convert it to UTF-8") from None
 
 
-def _read(name: str) -> str:
-    """Text of a prompt file without a byte-order mark and without its last newline."""
+def read_prompt(name: str) -> str:
+    """Text of a prompt file (``-``: standard input) without byte-order mark and last newline."""
     label = "standard input" if name == "-" else name
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()

@@ -15,12 +15,13 @@ from herald.config import EngineConfig, OffloadConfig
 from herald.decode import DecodePolicy, Policy, StopChecker, policy_for, request_generator
 from herald.engine.blocks import to_device
 from herald.engine.decoder import MAX_UNDER_WAY, Decoder
-from herald.engine.limits import check_page, check_prompt
+from herald.engine.limits import check_page, check_prompt, offload_of
 from herald.engine.lookahead import LateLookahead
 from herald.engine.memory import EngineMemory, HostStore
 from herald.engine.memory_needs import memory_needs
 from herald.engine.planner import retrieval_error
 from herald.engine.prefill import PrefillTask, scores_by
+from herald.engine.prefill_budget import PrefillBudget
 from herald.engine.request import Phase, Request
 from herald.engine.retriever import Retriever
 from herald.engine.runner import LaneRunner
@@ -79,6 +80,7 @@ class Engine:
         self.memory = EngineMemory(model, offload, poison)
         self.prefixes = SharedPrefixes(self.memory, config.prefill_chunk)
         self.scheduler = Scheduler(config)
+        self.budget = PrefillBudget(model.config, config.tokens_per_step, config.max_num_seqs)
         self.runner = LaneRunner(model, self.memory.arena, config.cuda_graphs, self.memory.windows)
         self.retriever: Retriever | None = None
         self.decoder = Decoder(self.runner, None, self.trace, config.max_num_seqs)
@@ -100,10 +102,18 @@ class Engine:
     def add_request(
         self, prompt_ids: list[int], params: SamplingParams, prompt: str | None = None, request_id: str = ""
     ) -> Request:
-        """Queue a request.
+        """Queue a request; raises what `new_request` and `enqueue` raise."""
+        return self.enqueue(self.new_request(list(prompt_ids), params, prompt, request_id))
 
-        Args:
-            prompt_ids: at least one token id.
+    def new_request(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        request_id: str = "",
+        with_text: bool = True,
+    ) -> Request:
+        """A request that can run here, not queued yet; without text unless ``with_text``. Thread-safe.
 
         Raises:
             PromptTooLong, InvalidOption, HostPoolTooSmall: it could never run.
@@ -111,14 +121,20 @@ class Engine:
         policy = policy_for(self.model.config)
         params = policy.settle(params)
         eos = () if params.ignore_eos else self.model.config.eos_token_ids
+        decode = self.tokenizer.decode if with_text and self.tokenizer.available else None
+        checker = StopChecker(params, eos, decode)
         request_id = request_id or f"request-{next(self._ids)}"
-        if request_id in self._requests:
-            raise InvalidOption(f"request_id={request_id!r} is in use", "choose another")
-        checker = StopChecker(params, eos, self.tokenizer.decode if self.tokenizer.available else None)
-        request = self._make_request(request_id, list(prompt_ids), params, eos, checker, policy, prompt)
+        request = self._make_request(request_id, prompt_ids, params, eos, checker, policy, prompt)
+        request.offload = offload_of(params, self.offload)
         self.memory.require_pages(self.memory.pages_for(request.stored_positions), len(prompt_ids))
+        return request
+
+    def enqueue(self, request: Request) -> Request:
+        """Queue a request of `new_request`; raises `InvalidOption` where its id is in use."""
         with self._lock:
-            self._requests[request_id] = request
+            if request.request_id in self._requests:
+                raise InvalidOption(f"request_id={request.request_id!r} is in use", "choose another")
+            self._requests[request.request_id] = request
             self.scheduler.waiting.append(request)
         return request
 
@@ -235,7 +251,7 @@ class Engine:
                 self.retriever.drain()  # memory of requests that ended is on its way back
             self._grow()
         try:
-            request.resident = request.make_resident(self.memory.arena, self.offload)
+            request.resident = request.make_resident(self.memory.arena, request.offload)
             request.resident.take_window(self.memory.windows, self.memory.window_rows)
         except MemoryError:
             return False
@@ -251,21 +267,13 @@ class Engine:
         replaced = self.memory.replaced
         waiting = list(itertools.islice(self.scheduler.waiting, self.config.max_num_seqs))
         try:
-            self.memory.ensure_one(memory_needs(waiting, self.offload, self.prefixes))
+            self.memory.ensure_one(memory_needs(waiting, self.prefixes))
         finally:
             if self.memory.replaced != replaced:
                 self.decoder.forget_programs()  # they read the rows that were replaced
-            self._connect()
+            self.connect()
 
-    def reserve(self, pages: int) -> None:
-        """Grow an idle engine's pool so that ``pages`` fit beside those that stay."""
-        if not self.scheduler.running:
-            if self.retriever is not None:
-                self.retriever.drain()
-            self.memory.ensure(0, self.prefixes.kept([]) + pages)
-            self._connect()
-
-    def _connect(self) -> None:
+    def connect(self) -> None:
         """Make the retriever anew when the store was replaced."""
         store = self.memory.store
         if self.retriever is not None and self.retriever.store is store:
@@ -319,19 +327,20 @@ class Engine:
         except Exception as error:  # no room on the device, say
             request.error = retrieval_error(request, error)
             return self._end_failed([request])
-        units = self.scheduler.prefill_units()
+        budget, active = self.budget, self.scheduler.active_positions
+        budget.begin(active)
         total = len(request.prompt_ids) * self.model.config.num_layers
         request.prefill_started = request.prefill_started or time.perf_counter()
-        while not task.done and (units is None or units > 0) and not request.abort_requested:
+        while not (task.done or request.abort_requested) and budget.take(budget.unit_cost(*task.next_unit)):
             try:
                 with self.trace.device_span("prefill", request.request_id):
                     task.run_unit()
             except Exception as error:  # half a unit ran: it cannot be run again
                 request.error = retrieval_error(request, error)
                 return self._end_failed([request])
-            units = None if units is None else units - 1
             if progress is not None:
                 progress(Progress(request.request_id, "prefill", task.progress, total))
+        budget.end(waits=active > 0 and not task.done)
         if not task.done:
             return []
         assert task.logits is not None

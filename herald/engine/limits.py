@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from herald.config import OffloadConfig
 from herald.errors import InvalidOption, PromptTooLong
 from herald.models import ModelConfig
 from herald.sampling_params import SamplingParams
@@ -99,3 +101,19 @@ def check_page(block: int, page_size: int) -> None:
             f"block_length={block} does not divide the page size {page_size}",
             f"use page_size={-(-page_size // block) * block} or another block length",
         )
+
+
+def offload_of(params: SamplingParams, offload: OffloadConfig) -> OffloadConfig:
+    """The offload options of a request: the engine's, with the request's own budget.
+
+    Raises:
+        InvalidOption: it names a budget where every row is on the device.
+    """
+    if params.kv_budget is None:
+        return offload
+    if not offload.enabled:
+        raise InvalidOption(
+            f"kv_budget={params.kv_budget!r} has no meaning without offload",
+            "use None, or an engine with offload",
+        )
+    return replace(offload, kv_budget=params.kv_budget)

@@ -163,6 +163,13 @@ class PrefillTask:
         within = self.starts[self.chunk] if self.chunk else 0
         return self.layer * self.prefix + within
 
+    @property
+    def next_unit(self) -> tuple[int, int]:
+        """Positions of the unit that `run_unit` runs, and positions that they attend to."""
+        start = self.starts[self.chunk]
+        end = self.plan.end(start, self.prefix)
+        return end - start, end
+
     def run_unit(self) -> None:
         """Run one (layer, chunk) unit; the last of a layer also runs the first block's lane."""
         form = self.model.config.attention[self.layer]
@@ -170,8 +177,8 @@ class PrefillTask:
             own = self._rows
             view = self.resident.layer_view(form.place) if own is None else own.begin(form.place)
             self._layer_rows = view[:, : self.prefix]
-        start = self.starts[self.chunk]
-        end = self.plan.end(start, self.prefix)
+        count, end = self.next_unit
+        start = end - count
         if end > start:  # a prompt shorter than a block, or shared as a whole, has no work but its lane
             hidden = self._hidden.take(self.layer, self.chunk)
             for first, last in self.plan.pieces(start, end):

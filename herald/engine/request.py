@@ -69,6 +69,7 @@ class Request:
         windows: lengths of the parts of a block that are decoded one after the other.
         leads: the final lane of a block also predicts the first token of the next: a block begins with a step
             that commits this token alone, its lead step, before its own lanes run.
+        offload: the engine's options, with the request's own budget.
         slot: of the block table; -1 before it has one.
         block, step: the block being denoised and the steps of it that were launched.
         left: its masked positions after those steps, of a canvas the steps that may still come. Exact where a
@@ -103,6 +104,7 @@ class Request:
     prompt: str | None = None
     windows: tuple[int, ...] = ()
     leads: bool = False
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     arrived: float = field(default_factory=time.perf_counter)
 
     phase: Phase = Phase.WAITING

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from herald.engine.reserve import grow_pool
 from herald.errors import HostPoolTooSmall, InvalidOption, PrefixDamaged, PrefixMismatch
 from herald.kvstore import CachedPage
 from herald.kvstore.prefix_file import SavedPrefix, read_manifest, read_pages, write_prefix
@@ -148,7 +149,7 @@ def _read(
     """Read a prefix into free pages and share them; the last of them."""
     count, cache = len(pieces), engine.prefixes.cache
     engine.memory.require_pages(count, len(saved.token_ids))
-    engine.reserve(count)
+    grow_pool(engine, count)
     store = engine.memory.store
     assert store is not None
     if not cache.make_room(count):

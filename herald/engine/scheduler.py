@@ -44,10 +44,10 @@ class Scheduler:
         """The oldest request whose prompt is not done."""
         return next((r for r in self.running if r.phase is Phase.PREFILL), None)
 
-    def prefill_units(self) -> int | None:
-        """Units to run before the next decode step; None for as many as there are."""
-        decoding = any(r.phase is Phase.DECODE for r in self.running)
-        return self.config.prefill_units_per_step if decoding else None
+    @property
+    def active_positions(self) -> int:
+        """Positions of the blocks that decode."""
+        return sum(r.block_length for r in self.running if r.phase is Phase.DECODE)
 
     def decoding(self) -> list[list[Request]]:
         """Requests that decode, one list per block length, the longest without a turn first."""

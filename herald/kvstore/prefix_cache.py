@@ -73,6 +73,14 @@ class PrefixCache:
         return len(self._by_exact)
 
     @property
+    def num_idle(self) -> int:
+        """Pages that may leave: no request holds them, and no handle."""
+        with self._lock:
+            if self._allocator is None:
+                return 0
+            return self._allocator.count_held_once(self._held) - self._num_idle_pinned()
+
+    @property
     def num_pinned(self) -> int:
         """Pages that handles keep."""
         with self._lock:
@@ -225,7 +233,7 @@ class PrefixCache:
             missing = count - pool.num_free
             if missing <= 0:
                 return True
-            if pool.count_held_once(self._held) - self._num_idle_pinned() < missing:
+            if self.num_idle < missing:
                 return False
             return self._evict(missing) == missing
 

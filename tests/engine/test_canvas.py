@@ -193,14 +193,14 @@ def test_a_request_decodes_the_same_in_any_batch(
         for i in range(6)
     ]
     prompts = [random_prompt(30 + 41 * i, i) for i in range(6)]
-    engine = make_canvas(folder, offload, prefill_units_per_step=2, max_num_seqs=4)
+    engine = make_canvas(folder, offload, tokens_per_step=64, max_num_seqs=4)
     alone = [tokens(run(engine, [p], q))[0] for p, q in zip(prompts, params, strict=True)]
     assert tokens(run(engine, prompts, params)) == alone
     assert not leaks(engine)
 
 
 def test_one_full_forward_at_a_time_holds_a_layers_rows(make_canvas: MakeCanvas) -> None:
-    engine = make_canvas("llada", SPARSE, max_num_seqs=4, prefill_chunk=64, prefill_units_per_step=1)
+    engine = make_canvas("llada", SPARSE, max_num_seqs=4, prefill_chunk=64, tokens_per_step=16)
     requests = [engine.add_request(random_prompt(200 + 9 * n, n), DUAL) for n in range(4)]
     most = 0
     while engine.has_work:
@@ -220,7 +220,7 @@ def test_seeds_draw_different_tokens(make_canvas: MakeCanvas) -> None:
 @pytest.mark.parametrize("folder", ["llada", "dream"])
 @pytest.mark.parametrize("offload", [DENSE, REFRESHED], ids=["dense", "refreshed"])
 def test_aborts_leave_nothing_behind(make_canvas: MakeCanvas, folder: str, offload: OffloadConfig) -> None:
-    engine = make_canvas(folder, offload, prefill_chunk=64, prefill_units_per_step=1, max_num_seqs=3)
+    engine = make_canvas(folder, offload, prefill_chunk=64, tokens_per_step=16, max_num_seqs=3)
     expected = tokens(run(engine, [random_prompt(40, 1)], DUAL))
     for steps in range(0, 40, 6):
         keeper = engine.add_request(random_prompt(40, 1), DUAL)

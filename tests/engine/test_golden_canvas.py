@@ -58,7 +58,7 @@ def test_golden_tokens(make_canvas: MakeCanvas, folder: str, offload: str) -> No
 @pytest.mark.parametrize("folder", FULL_FOLDERS)
 def test_all_cases_in_one_batch(make_canvas: MakeCanvas, folder: str) -> None:
     """Requests at different steps of different blocks share steps and keep their tokens."""
-    engine = make_canvas(folder, OFFLOADS["budget_1"], max_num_seqs=6, prefill_units_per_step=3)
+    engine = make_canvas(folder, OFFLOADS["budget_1"], max_num_seqs=6, tokens_per_step=64)
     cases = description(folder)["decode"]
     requests = run(engine, [c["prompt_ids"] for c in cases], [sampling(c["params"]) for c in cases])
     assert tokens(requests) == [c["output_ids"] for c in cases]

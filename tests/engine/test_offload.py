@@ -330,7 +330,7 @@ def leaks(engine: Engine) -> list[str]:
 
 @pytest.mark.parametrize("offload", [DENSE, SPARSE], ids=["dense", "sparse"])
 def test_abort_at_every_step_leaks_nothing(make_engine: MakeEngine, offload: OffloadConfig) -> None:
-    engine = make_engine("sdar_b8", offload, prefill_chunk=64, prefill_units_per_step=1)
+    engine = make_engine("sdar_b8", offload, prefill_chunk=64, tokens_per_step=16)
     prompts = [random_prompt(n, n) for n in (150, 90)]
     params = SamplingParams(max_tokens=30, ignore_eos=True, confidence_threshold=None, denoising_steps=3)
     expected = tokens(run(engine, prompts, params))

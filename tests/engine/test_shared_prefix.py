@@ -120,7 +120,7 @@ def test_questions_that_arrive_together(make_engine: MakeEngine, pool_pages: int
     """Those behind the first find its pages when their own prefill begins, also where not all fit at once."""
     engine = make_engine()  # for its layout
     offload = replace(SPARSE, host_memory_bytes=pool_pages * engine.memory.layout.page_bytes)
-    engine = make_engine(offload=offload, prefill_chunk=CHUNK, max_num_seqs=4, prefill_units_per_step=1)
+    engine = make_engine(offload=offload, prefill_chunk=CHUNK, max_num_seqs=4, tokens_per_step=16)
     document = random_prompt(1100, 1)
     prompts = [document + random_prompt(n, n) for n in (30, 41, 7, 60, 19)]
     requests = run(engine, prompts, PARAMS, lambda live: check_resident_rows(engine, live) and None)
@@ -151,7 +151,7 @@ def test_aborts_at_any_moment(make_engine: MakeEngine, monkeypatch: pytest.Monke
     prompts = [d + random_prompt(n, n) for d in documents for n in (9, 33, 70)]
     expected = {id(prompt): alone(make_engine, prompt) for prompt in prompts}
     offload = replace(SPARSE, host_memory_bytes=24 * make_engine().memory.layout.page_bytes)
-    engine = make_engine(offload=offload, prefill_chunk=CHUNK, max_num_seqs=3, prefill_units_per_step=1)
+    engine = make_engine(offload=offload, prefill_chunk=CHUNK, max_num_seqs=3, tokens_per_step=16)
     nan_when_taken(monkeypatch, lambda: engine)
     done = 0
     live: list[tuple[Request, list[int]]] = []
@@ -179,7 +179,7 @@ def test_aborts_at_any_moment(make_engine: MakeEngine, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("when", range(0, 14, 3))
 def test_an_abort_in_the_first_prefill_leaves_the_second(make_engine: MakeEngine, when: int) -> None:
-    engine = make_engine(offload=SPARSE, prefill_chunk=128, prefill_units_per_step=1)
+    engine = make_engine(offload=SPARSE, prefill_chunk=128, tokens_per_step=16)
     document = random_prompt(500, 3)
     keeper = engine.add_request(random_prompt(20, 9), replace(PARAMS, max_tokens=300))
     while keeper.phase is not Phase.DECODE:

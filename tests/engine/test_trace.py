@@ -16,7 +16,7 @@ def test_spans_and_counters_agree(make_engine: MakeEngine, lookahead_step: int) 
     offload = OffloadConfig(
         kv_budget=0.2, min_resident_rows=16, recent_rows=16, lookahead_step=lookahead_step, num_threads=2
     )
-    engine = make_engine("sdar_b8", offload)
+    engine = make_engine("sdar_b8", offload, tokens_per_step=4096)  # the prompt is one chunk
     params = SamplingParams(max_tokens=40, ignore_eos=True, confidence_threshold=None, denoising_steps=3)
     (request,) = run(engine, [random_prompt(400, 1)], params)
     assert engine.retriever is not None

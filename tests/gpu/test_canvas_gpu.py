@@ -66,7 +66,7 @@ def test_golden_tokens_in_float32(make_canvas: MakeCanvas, folder: str, offload:
 
 @pytest.mark.parametrize("folder", FULL_FOLDERS)
 def test_all_cases_in_one_batch(make_canvas: MakeCanvas, folder: str) -> None:
-    engine = make_canvas(folder, BUDGET_ONE, max_num_seqs=6, prefill_units_per_step=3)
+    engine = make_canvas(folder, BUDGET_ONE, max_num_seqs=6, tokens_per_step=64)
     cases = description(folder)["decode"]
     requests = run(engine, [c["prompt_ids"] for c in cases], [sampling(c["params"]) for c in cases])
     assert tokens(requests) == [c["output_ids"] for c in cases]
@@ -125,7 +125,7 @@ def test_a_refresh_brings_the_pools_rows(make_canvas: MakeCanvas, dtype: torch.d
 
 
 def test_a_request_decodes_the_same_beside_others(make_canvas: MakeCanvas) -> None:
-    engine = make_canvas("llada_moe", SPARSE, prefill_units_per_step=2, max_num_seqs=4)
+    engine = make_canvas("llada_moe", SPARSE, tokens_per_step=64, max_num_seqs=4)
     prompts = [random_prompt(30 + 41 * i, i) for i in range(6)]
     params = [replace(DUAL, temperature=0.8 * (i % 2), seed=i, max_tokens=8 + 3 * i) for i in range(6)]
     alone = [tokens(run(engine, [p], q))[0] for p, q in zip(prompts, params, strict=True)]

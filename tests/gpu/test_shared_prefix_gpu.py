@@ -72,7 +72,7 @@ def test_late_copies_of_a_prefix_are_waited_for() -> None:
     document = random_prompt(1100, 1)
     prompts = [document + random_prompt(n, n) for n in (30, 41, 7, 60)]
     expected = [alone(prompt) for prompt in prompts]
-    engine = make(SPARSE, max_num_seqs=4, prefill_units_per_step=1)
+    engine = make(SPARSE, max_num_seqs=4, tokens_per_step=16)
     run(engine, prompts[:1], PARAMS)
     assert engine.memory.store is not None
     engine.memory.store.transfer.delay = lambda: torch.cuda._sleep(3_000_000)
@@ -91,7 +91,7 @@ def test_aborts_at_any_moment() -> None:
     expected = {id(prompt): alone(prompt) for prompt in prompts}
     layout = make(SPARSE).memory.layout
     offload = replace(SPARSE, host_memory_bytes=24 * layout.page_bytes)
-    engine = make(offload, max_num_seqs=3, prefill_units_per_step=1)
+    engine = make(offload, max_num_seqs=3, tokens_per_step=16)
     live: list[tuple[Request, list[int]]] = []
     done = 0
     for _ in range(400):

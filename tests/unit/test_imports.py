@@ -30,8 +30,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("herald.tokenizer",),
     ("herald.engine",),
     ("herald.llm",),
+    ("herald.async_llm",),
     ("herald",),
-    ("herald.doctor", "herald.profile"),
+    ("herald.doctor", "herald.profile", "herald.serve"),
     ("herald.cli",),
     ("herald.__main__",),
 )

@@ -14,7 +14,7 @@ from herald.errors import InvalidOption
 from herald.sampling_params import SamplingParams
 
 NONE_IS_ALLOWED = (
-    *("seed", "confidence_threshold", "confidence_factor"),
+    *("seed", "confidence_threshold", "confidence_factor", "kv_budget"),
     *("editing_threshold", "entropy_bound", "stop_entropy"),
 )
 

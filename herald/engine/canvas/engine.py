@@ -162,19 +162,24 @@ class CanvasEngine(Engine):
             return []
         request = min(due, key=lambda each: (each.full is None or not each.full.begun, each.turn))
         alone = all(each.full is not None for each in self._canvases())
-        units = None if alone else 2 * self.config.prefill_units_per_step  # two reads of a chunk
+        self.budget.begin(sum(each.block_length for each in self._canvases() if each.full is None))
         request.prefill_started = request.prefill_started or time.perf_counter()
         task = request.full
         assert task is not None
-        while not task.done and (units is None or units > 0) and not request.abort_requested:
+        while not (task.done or request.abort_requested) and (alone or self.budget.take(self._cost_of(task))):
             try:
                 self._run_unit(request, task)
             except Exception as error:  # half a unit ran: it cannot be run again
                 request.error = retrieval_error(request, error)
                 break
-            units = None if units is None else units - 1
             self._tell_prefill(request, task.share_done, progress)
+        self.budget.end(waits=not alone and not task.done)
         return self._end_failed([request])
+
+    def _cost_of(self, task: FullForward) -> int:
+        """Of the next unit; a layer reads every chunk twice."""
+        positions, context = task.next_unit
+        return max(self.budget.unit_cost(positions, context) // 2, 1)
 
     def _run_unit(self, request: CanvasRequest, task: FullForward) -> None:
         """One unit; the last one is a step of the block."""

@@ -114,6 +114,11 @@ class FullForward:
         units = (2 * self.layer + self.read) * chunks + self.chunk
         return units / (2 * chunks * self.model.config.num_layers)
 
+    @property
+    def next_unit(self) -> tuple[int, int]:
+        """Positions of the unit that `run_unit` runs, and positions that they attend to."""
+        return self.edges[self.chunk + 1] - self.edges[self.chunk], self.edges[-1]
+
     def run_unit(self) -> None:
         """Run one unit; the last one gives the logits."""
         states = self._states()

@@ -1,0 +1,119 @@
+"""What every route needs: the model, its names, the limits, and how a call becomes an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from herald.async_llm import AsyncLLM
+from herald.engine.async_engine import Params, Prompt
+from herald.sampling_params import SamplingParams
+from herald.serve.answers import Answer
+from herald.serve.config import ServeConfig
+from herald.serve.errors import ApiError
+from herald.serve.lifecycle import Lifecycle
+from herald.serve.protocol import SamplingFields
+from herald.serve.sse import ClientGone, EventStream, until_gone
+
+# The client closed its connection before there was an answer (nginx's number for it).
+CLIENT_GONE = 499
+
+
+class ServeContext:
+    """The server as its routes see it.
+
+    Args:
+        config: options.
+        lifecycle: has the model once it is loaded.
+        model: the model's own name.
+    """
+
+    def __init__(self, config: ServeConfig, lifecycle: Lifecycle, model: str) -> None:
+        self.config = config
+        self.lifecycle = lifecycle
+        self.root = model
+        self.names = config.served_model_names or (model,)
+
+    @property
+    def llm(self) -> AsyncLLM:
+        return self.lifecycle.llm
+
+    def model_named(self, name: str | None) -> str:
+        """The name an answer carries.
+
+        Raises:
+            ApiError: 404, no such model.
+        """
+        if name is None or name in self.names:
+            return name or self.names[0]
+        known = ", ".join(self.names)
+        raise ApiError(
+            404,
+            f"the model {name[:100]!r} does not exist; use {known}",
+            code="model_not_found",
+            param="model",
+        )
+
+    async def answer(
+        self, request: Request, body: SamplingFields, prompts: Sequence[Prompt], answer: Answer, default: int
+    ) -> Response:
+        """Run a call and write its answer, whole or as a stream.
+
+        Args:
+            default: new tokens of a completion that names no number, cut to what the context leaves.
+        """
+        params = self._params(body, len(prompts), default)
+        many = [prompt for prompt in prompts for _ in range(body.choices)]
+        submit = self.llm.async_engine.submit(many, params, request.state.request_id)
+        try:
+            if body.stream:
+                generations = await until_gone(request.receive, submit)
+                return EventStream(answer.stream(generations), self.config.keep_alive_seconds)
+
+            async def whole() -> dict[str, object]:
+                return await answer.whole(await submit)
+
+            return JSONResponse(await until_gone(request.receive, whole()))
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE)
+
+    def _params(self, body: SamplingFields, prompts: int, default: int) -> Sequence[Params]:
+        """Decoding options of every completion of a call.
+
+        Raises:
+            ApiError: more than the server allows.
+        """
+        limit = self.config.max_choices
+        if prompts * body.choices > limit:
+            raise ApiError(
+                400,
+                f"{prompts} prompts with n={body.choices} are more than {limit} completions; ask for fewer",
+                code="invalid_value",
+                param="n",
+            )
+        budget = self.config.max_kv_budget or self.llm.llm.offload.kv_budget
+        if body.kv_budget is not None and body.kv_budget > budget:
+            raise ApiError(
+                400,
+                f"kv_budget={body.kv_budget} is more than this server allows; use at most {budget}",
+                code="invalid_value",
+                param="kv_budget",
+            )
+        each = body.params(body.max_tokens or default)
+        if body.max_tokens is None:
+            return [self._within_context(params) for params in each] * prompts
+        return list(each) * prompts
+
+    def _within_context(self, params: SamplingParams) -> Callable[[int], SamplingParams]:
+        """The options for a prompt of a length: as many new tokens as it leaves room for."""
+        engine = self.llm.llm.engine
+        block = params.block_length or engine.model.config.block_length
+        whole = engine.max_model_len // block * block
+
+        def for_prompt(tokens: int) -> SamplingParams:
+            return replace(params, max_tokens=max(min(params.max_tokens, whole - tokens), 1))
+
+        return for_prompt
