@@ -200,24 +200,6 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in ("block_length", "mask_token_id", "rope_scaling")}
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what only a server needs of `engine_config`."""
-    add = _adder(parser.add_argument_group("scheduling"))
-    add(
-        "--tokens-per-step",
-        type=whole,
-        metavar="N",
-        help="prompt tokens between two decode steps, with the blocks that decode; fewer hold running "
-        "answers up less (default: 512 beside the blocks)",
-    )
-    add(
-        "--prefill-chunk",
-        type=whole,
-        metavar="N",
-        help=f"positions of a prefill unit (default: {EngineConfig.prefill_chunk})",
-    )
-
-
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Declare what `sampling_params` takes."""
     add = _adder(parser.add_argument_group("decoding"))

@@ -9,7 +9,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from herald.cli.options import (
-    add_engine_options,
     add_model_options,
     add_offload_options,
     engine_config,
@@ -50,7 +49,6 @@ _FIELDS = {
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
     """Declare every option of ``herald serve``."""
     add_model_options(parser)
-    add_engine_options(parser)
     add_offload_options(parser)
     group = parser.add_argument_group("server")
     default = ServeConfig
@@ -58,6 +56,19 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     def add(*names: str, **options: Any) -> None:
         group.add_argument(*names, default=argparse.SUPPRESS, **options)
 
+    add(
+        "--tokens-per-step",
+        type=whole,
+        metavar="N",
+        help="prompt tokens between two decode steps, with the blocks that decode; fewer hold running "
+        "answers up less (default: 512 beside the blocks)",
+    )
+    add(
+        "--prefill-chunk",
+        type=whole,
+        metavar="N",
+        help=f"positions of a prefill unit (default: {EngineConfig.prefill_chunk})",
+    )
     add("--host", metavar="HOST", help=f"where to listen (default: {default.host})")
     add("--port", type=whole, metavar="N", help=f"0 for a free one (default: {default.port})")
     add(

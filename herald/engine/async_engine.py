@@ -357,7 +357,11 @@ class AsyncEngine:
             self._coming -= len(inbox)
             ended = self.engine.end_aborted() if inbox else []
             for generation in inbox:
-                self.engine.enqueue(generation.request)
+                # What was given up before it came here never enters the engine: its id may be another's by now.
+                if generation.request.abort_requested:
+                    ended.append(_given_up(generation.request))
+                else:
+                    self.engine.enqueue(generation.request)
         return ended
 
     def _deliver(self, requests: list[Request]) -> None:
@@ -386,6 +390,14 @@ class AsyncEngine:
             self._seconds = took if not self._seconds else 0.9 * self._seconds + 0.1 * took
         for observer in self.observers:
             observer.ended(request)
+
+
+def _given_up(request: Request) -> Request:
+    """End a request that the engine has not seen."""
+    request.error = RequestAborted(f"request {request.request_id} was aborted")
+    request.finish_reason, request.phase = "abort", Phase.FINISHED
+    request.finished_at = time.perf_counter()
+    return request
 
 
 def _put_all(batch: list[tuple[Generation, News]]) -> None:

@@ -193,7 +193,7 @@ def test_an_id_may_be_used_again_at_once(start: Started) -> None:
     engine = start()
 
     async def again() -> None:
-        for _ in range(20):
+        for _ in range(60):
             (generation,) = await engine.submit([[1, 2, 3]], [LONG], "same")
             with pytest.raises(InvalidOption, match="in use"):
                 await engine.submit([[1, 2, 3]], [LONG], "same")
@@ -256,6 +256,37 @@ def test_a_consumer_that_goes_away_frees_its_lane_before_the_next_step(
         other.close()
 
     asyncio.run(leave())
+
+
+def test_what_is_given_up_before_the_engine_takes_it_in_is_nobodys(
+    start: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client leaves, and comes back with the same id, within one step."""
+    engine = start()
+    go, step = threading.Event(), engine.engine.step
+
+    def held(*arguments: Any) -> list[Request]:
+        go.wait(30)
+        return step(*arguments)
+
+    monkeypatch.setattr(engine.engine, "step", held)
+
+    async def again() -> None:
+        (running,) = await engine.submit([[1, 2]], [PARAMS])
+        while not engine.engine.has_work:
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            (given_up,) = await engine.submit([[1, 2, 3]], [LONG], "same")
+            given_up.close()
+        (aborted,) = await engine.submit([[1, 2, 3]], [LONG], "other")
+        assert engine.abort("other")
+        (kept,) = await engine.submit([[1, 2, 3]], [PARAMS], "same")
+        go.set()
+        assert (await kept.last()).finish_reason == (await running.last()).finish_reason == "length"
+        assert (await aborted.last()).finish_reason == "abort"
+
+    asyncio.run(asyncio.wait_for(again(), 60))
+    assert engine.health().alive and not leaks(engine.engine)
 
 
 def test_a_long_prompt_does_not_hold_the_loop_up(start: Started, make_engine: MakeEngine) -> None:
