@@ -51,6 +51,21 @@ class Item:
     params: SamplingParams
 
 
+def add_batch_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what `run` reads besides the options of every prompt."""
+    group = parser.add_argument_group(
+        "batches",
+        "Answers to many prompts, as many at a time as run together. Started again, it goes on where it was.",
+    )
+    group.add_argument(
+        "--input",
+        metavar="PATH",
+        help="a folder of text files, or JSON Lines: a prompt, messages or prompt_token_ids a line, with an "
+        "id and its own max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos or kv_budget",
+    )
+    group.add_argument("--output", metavar="FILE", help="answers as JSON Lines; those in it are not repeated")
+
+
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet; returns 1 where a prompt failed."""
     params, offload, engine = sampling_params(args), offload_config(args), engine_config(args)

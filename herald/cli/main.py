@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from herald import __version__
-from herald.cli import chat, doctor, generate, models, options, prefix, profile, serve
+from herald.cli import batch, chat, doctor, generate, models, options, prefix, profile, serve
 from herald.errors import HeraldError, UsageError
 
 RUNTIME_ERROR, USAGE_ERROR, INTERRUPTED = 1, 2, 130
@@ -38,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         "generate", help="answer prompts", description="Answer prompts.", allow_abbrev=False
     )
     options.add_generate_options(command)
+    batch.add_batch_options(command)
     command.set_defaults(run=generate.run)
     prefix.add_commands(commands)
     command = commands.add_parser(

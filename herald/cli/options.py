@@ -129,17 +129,6 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
         help="a document of `herald prefix save`, which stands before each --prompt without being prefilled",
     )
     group.add_argument("--chat", action="store_true", help="wrap each prompt in the model's chat template")
-    group = parser.add_argument_group(
-        "batches",
-        "Answers to many prompts, as many at a time as run together. Started again, it goes on where it was.",
-    )
-    group.add_argument(
-        "--input",
-        metavar="PATH",
-        help="a folder of text files, or JSON Lines: a prompt, messages or prompt_token_ids a line, with an "
-        "id and its own max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos or kv_budget",
-    )
-    group.add_argument("--output", metavar="FILE", help="answers as JSON Lines; those in it are not repeated")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -357,7 +357,7 @@ class AsyncEngine:
             self._coming -= len(inbox)
             ended = self.engine.end_aborted() if inbox else []
             for generation in inbox:
-                # What was given up before it came here never enters the engine: its id may be another's by now.
+                # What was given up before it came here stays outside: its id may be another's by now.
                 if generation.request.abort_requested:
                     ended.append(_given_up(generation.request))
                 else:
