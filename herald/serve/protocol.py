@@ -49,7 +49,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 PASSED_ON = (
     *("max_tokens", "temperature", "top_p", "top_k", "ignore_eos"),
     *("denoising_steps", "confidence_threshold", "editing_threshold", "max_post_steps"),
-    *("confidence_factor", "algorithm", "cache"),
+    *("confidence_factor", "algorithm", "cache", "entropy_bound", "stop_entropy"),
     *("block_length", "sub_block_length", "kv_budget"),
 )
 
@@ -106,6 +106,12 @@ class SamplingFields(Body):
     max_post_steps: Annotated[int, Field(ge=0)] | None = None
     confidence_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Commit as many as a factor of their confidence allows (LLaDA)."
+    )
+    entropy_bound: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Nats up to which tokens are accepted in a step (DiffusionGemma)."
+    )
+    stop_entropy: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        None, description="Mean nats below which a canvas is finished (DiffusionGemma)."
     )
     algorithm: Algorithm | None = Field(None, description="What ranks positions (Dream).")
     cache: CanvasCache | None = Field(None, description="Of a family with full attention.")
