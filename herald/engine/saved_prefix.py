@@ -63,11 +63,11 @@ def require_sharing(engine: Engine) -> None:
         off = "enabled" if not engine.offload.enabled else "prefix_sharing"
         raise InvalidOption(f"{off}=False keeps no prefixes", f"use OffloadConfig({off}=True)")
     if not engine.prefixes.enabled:
-        family = engine.model.config.family
-        raise InvalidOption(
-            f"positions of {family} models see later ones, so no prefix of them is final",
-            "use a block-causal model",
-        )
+        config = engine.model.config
+        why = f"positions of {config.family} models see later ones, so no prefix of them is final"
+        if config.windowed is not None:
+            why = f"{config.family} models have layers with a window, whose rows are not in the host pool"
+        raise InvalidOption(why, "use a block-causal model without such layers")
 
 
 def check_document(engine: Engine, token_ids: Sequence[int]) -> None:

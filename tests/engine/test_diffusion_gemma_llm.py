@@ -12,6 +12,7 @@ import pytest
 
 from herald import LLM, OffloadConfig, SamplingParams
 from herald.cli.main import main
+from herald.errors import InvalidOption
 from herald.models.resolve import BUNDLED_FOLDER
 from tests.engine.support import random_prompt
 from tests.support.golden import GOLDEN
@@ -94,3 +95,12 @@ def test_options_without_a_meaning_are_named(
     argv = ["generate", "--model", str(folder), "--device", "cpu", "--prompt", "q", "--quiet", *options]
     assert main(argv) == 2
     assert named in capsys.readouterr().err
+
+
+def test_no_prefix_is_shared_or_saved(llm: LLM, tmp_path: Path) -> None:
+    """Rows of layers with a window are not in the pool: a second request computes its prompt itself."""
+    for _ in range(2):
+        (output,) = llm.generate(prompt_token_ids=PROMPTS[1:2], sampling_params=PARAMS)
+        assert output.metrics.cached_tokens == 0
+    with pytest.raises(InvalidOption, match="layers with a window"):
+        llm.save_prefix(PROMPTS[1], tmp_path / "prefix")
