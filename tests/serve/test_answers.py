@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,16 +149,25 @@ def test_a_stream_on_the_wire(server: Running) -> None:
     assert len([c for c in contents if c]) >= 2, "blocks come one by one"
 
 
-def test_comments_keep_a_waiting_stream_alive(server: Running) -> None:
-    fields: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True, "confidence_threshold": "off"}
-    with server.connect() as first, server.connect() as waiting:
-        for connection, count in ((first, 4), (waiting, 1)):
-            body = json.dumps({"prompt": ["a"] * count, "stream": True, **fields}).encode()
-            connection.sendall(raw_post("/v1/completions", body))
+def test_comments_keep_a_waiting_stream_alive(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, engine = threading.Event(), server.engine
+    step = engine.step
+
+    def held(*arguments: Any) -> Any:
+        go.wait(30)
+        return step(*arguments)
+
+    monkeypatch.setattr(engine, "step", held)
+    with server.connect() as waiting:
+        fields = {"prompt": "a", "stream": True, "max_tokens": 16, "ignore_eos": True}
+        waiting.sendall(raw_post("/v1/completions", json.dumps(fields).encode()))
         received = b""
         while received.count(b": herald") < 4:
             received += waiting.recv(4096)
         assert b"data:" not in received and b"200 OK" in received
+        go.set()
+        while b"[DONE]" not in received:
+            received += waiting.recv(4096)
 
 
 def test_what_the_context_leaves_is_the_default(server: Running) -> None:
