@@ -155,16 +155,16 @@ def test_spans_before_and_after_the_base_event(monkeypatch: pytest.MonkeyPatch) 
 
     now = time.perf_counter()
     assert clock.span(recorded(now - 2), recorded(now - 1), now - 3) == pytest.approx(
-        (now - 2, now - 1), abs=0.05
+        (now - 2, now - 1), abs=0.4
     )
     after = time.perf_counter()
     early = clock.span(recorded(after + 1), recorded(after + 2), after)
-    assert early == pytest.approx((after + 1, after + 2), abs=0.05)
+    assert early == pytest.approx((after + 1, after + 2), abs=0.4)
     assert len(bases) == 1, "a fresh base serves the transfers that follow it"
 
     # Issued before the base, asked about after it, as work under way is: no base for what comes next.
     late = clock.span(recorded(after - 2), recorded(after - 1), now - 3)
-    assert late == pytest.approx((after - 2, after - 1), abs=0.05) and len(bases) == 2
+    assert late == pytest.approx((after - 2, after - 1), abs=0.4) and len(bases) == 2
     begin = time.perf_counter()
     clock.span(recorded(begin + 1), recorded(begin + 2), (now + after) / 2)
     assert len(bases) == 2, (
