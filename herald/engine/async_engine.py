@@ -111,6 +111,7 @@ class AsyncEngine:
         self._inbox: list[Generation] = []
         self._open: dict[str, Generation] = {}
         self._coming = 0  # requests that have a place and are not in the engine yet
+        self._names: set[str] = set()  # of those among them that are not in `_open` yet
         self._refuses: EngineStopped | None = None
         self._closing = False
         self._error: BaseException | None = None
@@ -165,7 +166,7 @@ class AsyncEngine:
                 request.arrived = arrived
                 made.append(Generation(request, checker, loop, self._decoders, self._leave))
         except BaseException:
-            self._give_back_places(len(prompts))
+            self._give_back_places(names)
             raise
         self._put(made)
         return made
@@ -279,15 +280,17 @@ class AsyncEngine:
             self._count += 1
             first = request_id or f"request-{self._count}"
             names = [first, *(f"{first}-{number}" for number in range(1, count))]
-            taken = next((name for name in names if name in self._open), None)
+            taken = next((name for name in names if name in self._open or name in self._names), None)
             if taken is not None:
                 raise InvalidOption(f"request_id={taken!r} is in use", "choose another")
             self._coming += count
+            self._names.update(names)
             return names
 
-    def _give_back_places(self, count: int) -> None:
+    def _give_back_places(self, names: list[str]) -> None:
         with self._changed:
-            self._coming -= count
+            self._coming -= len(names)
+            self._names.difference_update(names)
 
     def _new_request(
         self, ids: list[int], params: Params, text: str | None, name: str
@@ -306,6 +309,7 @@ class AsyncEngine:
     def _put(self, made: list[Generation]) -> None:
         with self._changed:
             self._coming -= len(made)
+            self._names.difference_update(generation.request_id for generation in made)
             if self._refuses is not None:
                 raise self._refuses
             self._open |= {generation.request_id: generation for generation in made}

@@ -15,7 +15,7 @@ from herald.config import EngineConfig, OffloadConfig
 from herald.decode import DecodePolicy, Policy, StopChecker, policy_for, request_generator
 from herald.engine.blocks import to_device
 from herald.engine.decoder import MAX_UNDER_WAY, Decoder
-from herald.engine.limits import check_page, check_prompt, offload_of
+from herald.engine.limits import check_page, check_prompt, offload_for, offload_of
 from herald.engine.lookahead import LateLookahead
 from herald.engine.memory import EngineMemory, HostStore
 from herald.engine.memory_needs import memory_needs
@@ -74,7 +74,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.offload = offload
+        self.offload = offload = offload_for(model.config, offload)
         self.config = config
         self.trace = Trace(device=model.device)
         self.memory = EngineMemory(model, offload, poison)

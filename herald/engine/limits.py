@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from herald.config import OffloadConfig
+from herald.config import OffloadConfig, check
 from herald.errors import InvalidOption, PromptTooLong
 from herald.models import ModelConfig
 from herald.sampling_params import SamplingParams
@@ -44,6 +44,7 @@ def check_prompt(
             f"token id {min(media)} stands for what is no text",
             "prompt with text alone: nothing else is read",
         )
+    check(block <= limit, "block_length", block, f"use at most {limit}")
     output = output or params.max_tokens
     before = len(prompt_ids) if from_prompt else 0
     needed = before - (before - len(prompt_ids) - output) // block * block
@@ -62,6 +63,11 @@ def check_prompt(
         f"the limit of {limit:,} positions",
         f"{remedy}, or {_allowing(needed, limit, config)}",
     )
+
+
+def offload_for(config: ModelConfig, offload: OffloadConfig) -> OffloadConfig:
+    """The options, without a refresh after many commits where tokens stay open until their block ends."""
+    return replace(offload, refresh_commits=0.0) if config.full_attention or config.noise else offload
 
 
 def check_positions(positions: int, limit: int, config: ModelConfig) -> None:

@@ -61,7 +61,7 @@ def _allocate(engine: Engine, count: int, positions: int) -> None:
     params = SamplingParams(max_tokens=min(block, positions - 1), ignore_eos=True)
     sample = engine.new_request([0] * (positions // block * block - params.max_tokens), params)
     need = memory_needs([sample], engine.prefixes)[0]
-    engine.memory.ensure(need.arena_rows * count, need.pages * count)
+    engine.memory.ensure(need.arena_rows * count, need.pages * count, requests=count)
     engine.connect()
 
 

@@ -204,6 +204,28 @@ def test_an_id_may_be_used_again_at_once(start: Started) -> None:
     asyncio.run(again())
 
 
+def test_an_id_in_use_is_refused_while_prompts_are_encoded(start: Started) -> None:
+    """Of two that come together one is refused, and the engine goes on."""
+    engine = start()
+
+    async def both() -> None:
+        first, second = await asyncio.gather(
+            engine.submit([[1, 2, 3], [4, 5]], [PARAMS] * 2, "same"),
+            engine.submit([[6]], [PARAMS], "same-1"),
+            return_exceptions=True,
+        )
+        assert isinstance(first, list) and isinstance(second, InvalidOption)
+        for generation in first:
+            generation.close()
+        with pytest.raises(InvalidOption):
+            await engine.submit([[10**9]], [PARAMS], "wrong")
+        (again,) = await engine.submit([[1, 2, 3]], [PARAMS], "wrong")
+        again.close()
+        assert (await last(engine, [1, 2, 3])).finished and engine.health().alive
+
+    asyncio.run(both())
+
+
 @pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
 def test_consumers_that_leave_at_random_moments_leave_nothing(start: Started, count: int) -> None:
     engine = start(max_waiting=count)

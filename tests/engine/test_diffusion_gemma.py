@@ -11,6 +11,7 @@ import torch
 
 from herald.config import EngineConfig, OffloadConfig
 from herald.engine.engine import Engine
+from herald.engine.reserve import reserve
 from herald.engine.lanes import StepPlan
 from herald.engine.request import Request
 from herald.errors import InvalidOption, PromptTooLong
@@ -286,3 +287,19 @@ def test_stored_rows_do_not_depend_on_what_follows(make_gemma: MakeGemma) -> Non
     (request,) = run(engine, [prompt], replace(FIXED, seed=1, max_tokens=40))
     decoded, given = rows_of(prompt, 3), rows_of(prompt + request.output_ids[:32], 3)
     assert (decoded[:, :158] - given[:, :158]).abs().max() < 1e-4
+
+
+def test_reserved_memory_serves_as_many_requests_as_were_asked_for(make_gemma: MakeGemma) -> None:
+    """The rings of layers with a window are reserved with the rest."""
+    engine = make_gemma(OffloadConfig(enabled=False), max_num_seqs=4)
+    reserve(engine, 4 * engine.max_model_len)
+    params = SamplingParams(max_tokens=engine.model.config.block_length, ignore_eos=True)
+    engine.add_request([1] * 20, params)
+    engine.step()
+    for seed in (2, 3, 4):
+        engine.add_request([seed] * 20, params)
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, len(engine.scheduler.running))
+    assert most == 4

@@ -229,6 +229,21 @@ def test_a_follow_up_shares_the_answer(make_engine: MakeEngine) -> None:
     assert not leaks(engine)
 
 
+def test_an_answer_of_a_smaller_budget_is_not_shared(make_engine: MakeEngine) -> None:
+    """Its rows are what few rows made of them: a request with the engine's budget must not get those."""
+    engine = engine_of(make_engine, "sdar_b8", OffloadConfig(kv_budget=1.0, **SMALL))
+    prompt = random_prompt(520, 1)
+    few = SamplingParams(
+        max_tokens=200, ignore_eos=True, confidence_threshold=None, denoising_steps=4, kv_budget=0.05
+    )
+    (first,) = run(engine, [prompt], few)
+    more = [*prompt, *first.output_ids, *random_prompt(20, 2)]
+    whole = replace(few, kv_budget=None)
+    (second,) = run(engine, [more], whole)
+    assert 0 < second.counters.cached_tokens <= len(prompt)
+    assert list(second.output_ids) == tokens(run(make_engine("sdar_b8"), [more], whole))[0]
+
+
 def test_an_answer_of_an_aborted_request_is_shared(make_engine: MakeEngine) -> None:
     engine = make_engine(offload=SPARSE)
     prompt = random_prompt(100, 1)

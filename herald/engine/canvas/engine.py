@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
 
 # Options of offload that ask for a look-ahead; rows are chosen when a block begins, and are there at once.
-NO_LOOKAHEAD = ("lookahead", "lookahead_step", "lookahead_context", "on_late", "refresh_commits")
+NO_LOOKAHEAD = ("lookahead", "lookahead_step", "lookahead_context", "on_late")
 
 
 class CanvasEngine(Engine):
@@ -53,7 +52,9 @@ class CanvasEngine(Engine):
             value, default = getattr(offload, field), getattr(OffloadConfig, field)
             remedy = f"use {default!r}: a family with full attention chooses its rows as a block begins"
             check(value == default, field, value, remedy)
-        super().__init__(model, tokenizer, replace(offload, refresh_commits=0.0), config, seed, poison)
+        usual = offload.refresh_commits in (0.0, OffloadConfig.refresh_commits)
+        check(usual, "refresh_commits", offload.refresh_commits, "use 0: such a family has no look-ahead")
+        super().__init__(model, tokenizer, offload, config, seed, poison)
         self._reports = ReportPool(model.device)
         self._windows = Windows(self.runner, self._reports, config.cuda_graphs, self.trace)
         self._steps = StepsUnderWay(self._reports, self.trace)
