@@ -11,9 +11,9 @@ import torch
 
 from herald.config import EngineConfig, OffloadConfig
 from herald.engine.engine import Engine
-from herald.engine.reserve import reserve
 from herald.engine.lanes import StepPlan
 from herald.engine.request import Request
+from herald.engine.reserve import reserve
 from herald.errors import InvalidOption, PromptTooLong
 from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
