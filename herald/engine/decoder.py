@@ -24,7 +24,7 @@ from herald.engine.planner import Part, StepPlanner, count_down, retrieval_error
 from herald.engine.program import StepProgram
 from herald.engine.reports import ReportPool, StepReport
 from herald.engine.request import Request
-from herald.engine.retriever import Retriever
+from herald.engine.retriever import Retriever, event_after
 from herald.engine.runner import LaneRunner
 from herald.engine.trace import ForwardPart, Trace
 
@@ -297,16 +297,13 @@ class Decoder:
             rows, queries, lse = (
                 None if kept is None or not count else kept[:count].clone() for kept, count in sources
             )
-            return Kept(rows, queries, lse, self._event() if finals or captures else None)
+            last = rows if lse is None else lse
+            return Kept(rows, queries, lse, None if last is None else event_after(last))
         except Exception as error:  # no room on the device, say
             for part in parts:
                 if part.final or part.captures >= 0:
                     part.request.error = retrieval_error(part.request, error)
             return Kept()
-
-    def _event(self) -> Any:
-        """An event after the work of the device so far, None on a CPU."""
-        return torch.cuda.current_stream().record_event() if self.model.device.type == "cuda" else None
 
     def _keep(self, parts: list[Part], kept: Kept) -> None:
         """Final rows join their sets and go to the host pool, captured queries to the selector."""

@@ -2,10 +2,9 @@
 
 Background threads do the CPU work: one sends what a step leaves for the host, one stores and indexes rows
 that arrive from the device, one selects (two in turn where a device scores a share), one brings what was
-selected, in order, one waits until it is there. A
-selection waits until what its request stored before is indexed. It becomes a difference against the
-request's resident set, and the difference a transfer into its staging rows, while the next selection scans;
-the engine applies it at a block boundary.
+selected, in order, one waits until it is there. A selection waits until what its request stored before is
+indexed. It becomes a difference against the request's resident set, and the difference a transfer into its
+staging rows, while the next selection scans; the engine applies it at a block boundary.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ class Retriever:
             tail = _copy(rows[:, whole * size :])
             src.extend(tail)
             dst.extend(pool[int(pages[-1]), :, : n % size])
-        ticket = self.store.transfer.write_back(src, dst, after=_event(rows))
+        ticket = self.store.transfer.write_back(src, dst, after=event_after(rows))
         append = partial(
             self.store.index.append_span,
             request.pages,
@@ -386,7 +385,7 @@ def _copy(rows: torch.Tensor) -> torch.Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def _event(rows: torch.Tensor) -> torch.cuda.Event | None:
+def event_after(rows: torch.Tensor) -> torch.cuda.Event | None:
     """Event after the work that made ``rows``, None on a CPU."""
     if not rows.is_cuda:
         return None
