@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from herald.config import EngineConfig, OffloadConfig
-from herald.engine.engine import Engine
+from herald.config import OffloadConfig
 from herald.engine.prefill import NO_VOTE, asking
 from herald.engine.request import Request
 from herald.errors import InvalidOption
 from herald.models import BlockModel
 from herald.models.fast_dllm_v2 import FastDllmV2Model
 from herald.sampling_params import SamplingParams
-from herald.tokenizer import Tokenizer
 from tests.engine.support import check_resident_rows, random_prompt, run, tokens
 from tests.engine.test_budget_one import edge_lengths
-from tests.support.golden import FAST_FOLDERS, GOLDEN, description, golden_model
+from tests.support.golden import FAST_FOLDERS, description
+from tests.support.golden_engines import MakeGolden, golden_engines
 from tests.support.reference_fast_dllm import reference_fast_dllm
 
 TIED = "fast_dllm_v2_bd8_tied"
@@ -31,23 +30,12 @@ OFFLOADS = {
     "budget_1": OffloadConfig(kv_budget=1.0),
     "budget_1_all_rows_travel": OffloadConfig(kv_budget=1.0, difference_only=False, verify_transfers=True),
 }
-MakeFast = Callable[..., Engine]
 
 
 @pytest.fixture
-def make_fast() -> Iterator[MakeFast]:
+def make_fast() -> Iterator[MakeGolden]:
     """``make_fast(folder, offload, **limits)``: engines that are closed after the test."""
-    engines: list[Engine] = []
-
-    def make(folder: str, offload: OffloadConfig, **limits: int) -> Engine:
-        tokenizer = Tokenizer(GOLDEN / folder)
-        engine = Engine(golden_model(folder), tokenizer, offload, EngineConfig(**limits), seed=0, poison=True)
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
+    yield from golden_engines()
 
 
 def sampling(case: dict[str, Any]) -> SamplingParams:
@@ -63,7 +51,7 @@ def sampling(case: dict[str, Any]) -> SamplingParams:
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("folder", FAST_FOLDERS)
-def test_golden_tokens(make_fast: MakeFast, folder: str, offload: str) -> None:
+def test_golden_tokens(make_fast: MakeGolden, folder: str, offload: str) -> None:
     engine = make_fast(folder, OFFLOADS[offload])
     for case in description(folder)["decode"]:
         eos = tuple(case["params"]["eos_token_ids"])
@@ -94,7 +82,7 @@ def expected_tokens(model: BlockModel, prompt: list[int], params: SamplingParams
 
 
 @pytest.mark.parametrize("end_tokens", [(), (156, 27)], ids=["no_end", "end_tokens"])
-def test_every_prompt_length_and_setting(make_fast: MakeFast, end_tokens: tuple[int, ...]) -> None:
+def test_every_prompt_length_and_setting(make_fast: MakeGolden, end_tokens: tuple[int, ...]) -> None:
     engine = make_fast(TIED, OFFLOADS["dense"])
     engine.model.config = replace(engine.model.config, eos_token_ids=end_tokens)
     lengths = [*range(1, 18), 24, 63, 64, 65]
@@ -107,7 +95,7 @@ def test_every_prompt_length_and_setting(make_fast: MakeFast, end_tokens: tuple[
 
 
 @pytest.mark.parametrize("folder", FAST_FOLDERS)
-def test_all_cases_in_one_batch(make_fast: MakeFast, folder: str) -> None:
+def test_all_cases_in_one_batch(make_fast: MakeGolden, folder: str) -> None:
     """Requests at different steps of different blocks share forwards and keep their tokens."""
     engine = make_fast(folder, OFFLOADS["budget_1_all_rows_travel"], max_num_seqs=4)
     usual = description(folder)["eos_token_ids"]
@@ -117,7 +105,7 @@ def test_all_cases_in_one_batch(make_fast: MakeFast, folder: str) -> None:
     assert tokens(requests) == [c["output_ids"] for c in chosen]
 
 
-def test_budget_one_on_every_edge_of_a_prompt(make_fast: MakeFast) -> None:
+def test_budget_one_on_every_edge_of_a_prompt(make_fast: MakeGolden) -> None:
     lengths = edge_lengths(8, 500, 20, seed=5)
     prompts = [random_prompt(n, i) for i, n in enumerate(lengths)]
     params = [SETTINGS[i % len(SETTINGS)] for i in range(len(prompts))]
@@ -138,7 +126,7 @@ def test_budget_one_on_every_edge_of_a_prompt(make_fast: MakeFast) -> None:
     ],
     ids=lambda changes: "-".join(map(str, changes)) or "usual",
 )
-def test_lookaheads_of_long_prompts(make_fast: MakeFast, changes: dict[str, Any]) -> None:
+def test_lookaheads_of_long_prompts(make_fast: MakeGolden, changes: dict[str, Any]) -> None:
     """Selections come and go around lead steps; where everything is selected none of it can be seen."""
     prompts = [random_prompt(n, n) for n in (144, 331)]
     for params in (
@@ -153,7 +141,7 @@ def test_lookaheads_of_long_prompts(make_fast: MakeFast, changes: dict[str, Any]
         assert all(len(r.output_ids) == 40 and r.counters.rows_moved > 0 for r in requests)
 
 
-def test_a_late_set_is_chosen_by_the_blocks_own_lane(make_fast: MakeFast) -> None:
+def test_a_late_set_is_chosen_by_the_blocks_own_lane(make_fast: MakeGolden) -> None:
     """With ``"proceed"`` and no look-ahead in time, a block's first step behind its lead step selects."""
     offload = replace(SPARSE, on_late="proceed", lookahead_step=50)
     params = SamplingParams(max_tokens=60, ignore_eos=True, confidence_threshold=None)
@@ -168,7 +156,7 @@ def test_a_late_set_is_chosen_by_the_blocks_own_lane(make_fast: MakeFast) -> Non
     assert len(applied) >= 5
 
 
-def test_the_token_before_the_masks_chooses_rows(make_fast: MakeFast) -> None:
+def test_the_token_before_the_masks_chooses_rows(make_fast: MakeGolden) -> None:
     """It predicts the first of them, so prefill lets it vote."""
     engine = make_fast(TIED, SPARSE)
     asked: list[list[bool]] = []
@@ -185,7 +173,7 @@ def test_the_token_before_the_masks_chooses_rows(make_fast: MakeFast) -> None:
     assert asking(torch.tensor([False, False, True]), False).tolist() == [False, False, True]
 
 
-def test_sampling_is_the_same_in_any_batch(make_fast: MakeFast) -> None:
+def test_sampling_is_the_same_in_any_batch(make_fast: MakeGolden) -> None:
     engine = make_fast(TIED, OFFLOADS["budget_1"], max_num_seqs=3)
     params = [SamplingParams(max_tokens=30, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(3)]
     prompts = [random_prompt(n, 9) for n in (16, 21, 5)]
@@ -195,7 +183,7 @@ def test_sampling_is_the_same_in_any_batch(make_fast: MakeFast) -> None:
     assert tokens(run(engine, prompts[:1], other))[0] != alone[0]
 
 
-def test_mask_ids_in_the_prompt_stay(make_fast: MakeFast) -> None:
+def test_mask_ids_in_the_prompt_stay(make_fast: MakeGolden) -> None:
     engine = make_fast(TIED, OFFLOADS["budget_1"])
     mask = engine.model.config.mask_token_id
     for length in (13, 16, 3):
@@ -206,7 +194,7 @@ def test_mask_ids_in_the_prompt_stay(make_fast: MakeFast) -> None:
 
 
 @pytest.mark.parametrize("shifted", [True, False])
-def test_without_the_shift_the_tokens_are_others(make_fast: MakeFast, shifted: bool) -> None:
+def test_without_the_shift_the_tokens_are_others(make_fast: MakeGolden, shifted: bool) -> None:
     case = description("fast_dllm_v2")["decode"][0]
     engine = make_fast("fast_dllm_v2", OFFLOADS["dense"])
     engine.model.config = replace(engine.model.config, shifted=shifted)
@@ -216,7 +204,7 @@ def test_without_the_shift_the_tokens_are_others(make_fast: MakeFast, shifted: b
 
 
 @pytest.mark.parametrize("field", ["q", "k", "v"])
-def test_without_a_bias_the_tokens_are_others(make_fast: MakeFast, field: str) -> None:
+def test_without_a_bias_the_tokens_are_others(make_fast: MakeGolden, field: str) -> None:
     case = description(TIED)["decode"][0]
     engine = make_fast(TIED, OFFLOADS["dense"])
     assert isinstance(engine.model, FastDllmV2Model)
@@ -227,7 +215,7 @@ def test_without_a_bias_the_tokens_are_others(make_fast: MakeFast, field: str) -
     assert request.output_ids != case["output_ids"]
 
 
-def test_sub_blocks_that_cannot_be(make_fast: MakeFast) -> None:
+def test_sub_blocks_that_cannot_be(make_fast: MakeGolden) -> None:
     engine = make_fast(TIED, OFFLOADS["dense"])
     with pytest.raises(InvalidOption, match=r"sub_block_length=3.*divisor of block_length=8"):
         engine.add_request([1, 2, 3], SamplingParams(sub_block_length=3))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from herald.config import EngineConfig, OffloadConfig
-from herald.engine.engine import Engine
+from herald.config import OffloadConfig
 from herald.errors import InvalidOption
 from herald.sampling_params import SamplingParams
-from herald.tokenizer import Tokenizer
 from tests.engine.support import random_prompt, run, tokens
 from tests.engine.test_budget_one import edge_lengths
-from tests.support.golden import GOLDEN, MOE_FOLDERS, description, golden_model
+from tests.support.golden import MOE_FOLDERS, description, golden_model
+from tests.support.golden_engines import MakeGolden, golden_engines
 
 OFFLOADS = {
     "dense": OffloadConfig(enabled=False),
@@ -23,23 +22,12 @@ OFFLOADS = {
     "budget_1_all_rows_travel": OffloadConfig(kv_budget=1.0, difference_only=False, verify_transfers=True),
 }
 EDITED = ["llada21_moe", "llada21_moe_mask_top"]
-MakeMoe = Callable[..., Engine]
 
 
 @pytest.fixture
-def make_moe() -> Iterator[MakeMoe]:
+def make_moe() -> Iterator[MakeGolden]:
     """``make_moe(folder, offload, **limits)``: engines that are closed after the test."""
-    engines: list[Engine] = []
-
-    def make(folder: str, offload: OffloadConfig, **limits: int) -> Engine:
-        tokenizer = Tokenizer(GOLDEN / folder)
-        engine = Engine(golden_model(folder), tokenizer, offload, EngineConfig(**limits), seed=0, poison=True)
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
+    yield from golden_engines()
 
 
 def sampling(params: dict[str, Any]) -> SamplingParams:
@@ -57,7 +45,7 @@ def sampling(params: dict[str, Any]) -> SamplingParams:
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("folder", MOE_FOLDERS)
-def test_golden_tokens(make_moe: MakeMoe, folder: str, offload: str) -> None:
+def test_golden_tokens(make_moe: MakeGolden, folder: str, offload: str) -> None:
     engine = make_moe(folder, OFFLOADS[offload])
     for case in description(folder)["decode"]:
         params = case["params"]
@@ -72,7 +60,7 @@ def test_golden_tokens(make_moe: MakeMoe, folder: str, offload: str) -> None:
 
 
 @pytest.mark.parametrize("folder", MOE_FOLDERS)
-def test_all_cases_in_one_batch(make_moe: MakeMoe, folder: str) -> None:
+def test_all_cases_in_one_batch(make_moe: MakeGolden, folder: str) -> None:
     """Requests at different steps of different blocks share forwards and keep their tokens."""
     engine = make_moe(folder, OFFLOADS["budget_1_all_rows_travel"], max_num_seqs=4)
     usual = tuple(description(folder)["eos_token_ids"])
@@ -83,7 +71,7 @@ def test_all_cases_in_one_batch(make_moe: MakeMoe, folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", ["sdar_moe", "llada2_moe"])
-def test_budget_one_on_every_edge_of_a_prompt(make_moe: MakeMoe, folder: str) -> None:
+def test_budget_one_on_every_edge_of_a_prompt(make_moe: MakeGolden, folder: str) -> None:
     lengths = edge_lengths(golden_model(folder).config.block_length, 500, 20, seed=5)
     prompts = [random_prompt(n, i) for i, n in enumerate(lengths)]
     params = [
@@ -95,7 +83,7 @@ def test_budget_one_on_every_edge_of_a_prompt(make_moe: MakeMoe, folder: str) ->
     assert found == expected
 
 
-def test_edited_and_plain_requests_share_a_batch(make_moe: MakeMoe) -> None:
+def test_edited_and_plain_requests_share_a_batch(make_moe: MakeGolden) -> None:
     engine = make_moe("llada21_moe", OFFLOADS["budget_1"], max_num_seqs=4)
     plain = SamplingParams(max_tokens=24, confidence_threshold=0.8, ignore_eos=True)
     edited = replace(plain, confidence_threshold=0.5, editing_threshold=0.0)
@@ -108,7 +96,7 @@ def test_edited_and_plain_requests_share_a_batch(make_moe: MakeMoe) -> None:
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.3])
-def test_edited_blocks_of_long_prompts(make_moe: MakeMoe, budget: float) -> None:
+def test_edited_blocks_of_long_prompts(make_moe: MakeGolden, budget: float) -> None:
     """Selections run while a block is edited; at budget 1.0 nothing of them can be seen."""
     small = {"sink_rows": 2, "recent_rows": 8, "min_resident_rows": 16}
     prompts = [random_prompt(n, n) for n in (150, 331)]
@@ -123,7 +111,7 @@ def test_edited_blocks_of_long_prompts(make_moe: MakeMoe, budget: float) -> None
         assert all(len(r.output_ids) == 32 and r.counters.rows_moved > 0 for r in requests)
 
 
-def test_editing_needs_a_family_that_was_trained_for_it(make_moe: MakeMoe) -> None:
+def test_editing_needs_a_family_that_was_trained_for_it(make_moe: MakeGolden) -> None:
     engine = make_moe("sdar_moe", OFFLOADS["dense"])
     with pytest.raises(InvalidOption, match=r"editing_threshold=0\.5"):
         engine.add_request([1, 2, 3], SamplingParams(editing_threshold=0.5))

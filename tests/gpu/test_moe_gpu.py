@@ -2,50 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from herald.config import EngineConfig, OffloadConfig
-from herald.engine.engine import Engine
+from herald.config import OffloadConfig
 from herald.sampling_params import SamplingParams
-from herald.tokenizer import Tokenizer
 from tests.engine.support import random_prompt, run, tokens
 from tests.engine.test_golden_moe import sampling
-from tests.support.golden import GOLDEN, MOE_FOLDERS, description, golden_model
+from tests.support.golden import MOE_FOLDERS, description
+from tests.support.golden_engines import MakeGolden, golden_engines
 
 pytestmark = pytest.mark.gpu
 
 DENSE = OffloadConfig(enabled=False)
 ALL_ROWS_TRAVEL = OffloadConfig(kv_budget=1.0, difference_only=False, verify_transfers=True)
 SPARSE = OffloadConfig(kv_budget=0.2, sink_rows=2, recent_rows=8, min_resident_rows=16)
-MakeMoe = Callable[..., Engine]
 
 
 @pytest.fixture
-def make_moe() -> Iterator[MakeMoe]:
+def make_moe() -> Iterator[MakeGolden]:
     """``make_moe(folder, offload, dtype, **limits)``: engines that are closed after the test."""
-    engines: list[Engine] = []
-
-    def make(
-        folder: str, offload: OffloadConfig, dtype: torch.dtype = torch.float32, **limits: int
-    ) -> Engine:
-        model = golden_model(folder, "cuda", dtype)
-        tokenizer = Tokenizer(GOLDEN / folder)
-        engine = Engine(model, tokenizer, offload, EngineConfig(**limits), seed=0, poison=True)
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
+    yield from golden_engines("cuda")
 
 
 @pytest.mark.parametrize("offload", [DENSE, ALL_ROWS_TRAVEL], ids=["dense", "budget_1"])
 @pytest.mark.parametrize("folder", MOE_FOLDERS)
-def test_golden_tokens_in_float32(make_moe: MakeMoe, folder: str, offload: OffloadConfig) -> None:
+def test_golden_tokens_in_float32(make_moe: MakeGolden, folder: str, offload: OffloadConfig) -> None:
     engine = make_moe(folder, offload)
     for case in description(folder)["decode"]:
         eos = tuple(case["params"]["eos_token_ids"])
@@ -64,7 +49,7 @@ def test_golden_tokens_in_float32(make_moe: MakeMoe, folder: str, offload: Offlo
     ],
 )
 def test_graphs_change_no_token(
-    make_moe: MakeMoe, folder: str, changes: dict[str, float], dtype: torch.dtype
+    make_moe: MakeGolden, folder: str, changes: dict[str, float], dtype: torch.dtype
 ) -> None:
     """Recorded steps give what kernel by kernel steps give; experts come and go between replays."""
     prompts = [random_prompt(n, n) for n in (3, 90, 170, 260)]
@@ -77,7 +62,7 @@ def test_graphs_change_no_token(
     assert found[0] == found[1]
 
 
-def test_edited_and_plain_requests_share_recorded_steps(make_moe: MakeMoe) -> None:
+def test_edited_and_plain_requests_share_recorded_steps(make_moe: MakeGolden) -> None:
     engine = make_moe("llada21_moe", SPARSE)
     plain = SamplingParams(max_tokens=32, confidence_threshold=0.8, ignore_eos=True)
     edited = replace(plain, confidence_threshold=0.5, editing_threshold=0.2, max_post_steps=6)
