@@ -8,8 +8,10 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#include "device_share.h"
 #include "encode.h"
 #include "isa.h"
 #include "pack_rows.h"
@@ -26,7 +28,7 @@ namespace {
 using namespace herald;
 
 // What the functions below take and give; herald/kvstore/native.py refuses an extension with another number.
-constexpr int kInterface = 4;
+constexpr int kInterface = 5;
 
 template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
@@ -124,58 +126,103 @@ Selection SelectionOf(const Array<uint8_t>& codes, const Array<float>& row_scale
     return s;
 }
 
-void BindSelect(const Array<uint8_t>& codes, const Array<float>& row_scales, const Array<int8_t>& mean_codes,
-                const Array<float>& page_scales, const Array<float>& signs, int bits,
-                const Array<int32_t>& page_ids, int64_t first, int64_t last, const py::array& queries,
-                const Array<float>& lse, float scale, Array<int32_t> out, int threads, const std::string& isa,
-                Claims* claims) {
+// The same with its span and its result.
+Selection WholeSelection(const Array<uint8_t>& codes, const Array<float>& row_scales,
+                         const Array<int8_t>& mean_codes, const Array<float>& page_scales,
+                         const Array<float>& signs, int bits, const Array<int32_t>& page_ids, int64_t first,
+                         int64_t last, const py::array& queries, const Array<float>& lse, float scale,
+                         Array<int32_t>& out) {
     Selection s = SelectionOf(codes, row_scales, mean_codes, page_scales, signs, bits, queries, lse, scale);
     Require(out.ndim() == 3 && out.shape(0) == s.index.layers && out.shape(1) == s.index.heads,
             "out must be [L, H, k]");
     s.k = out.shape(2);
     Require(0 <= first && first < last && 1 <= s.k && s.k <= last - first, "first, last and k do not fit");
-    Require(threads >= 1, "threads must be at least 1");
     CheckPages(page_ids, last, s.index.page_size, s.index.pages);
     s.page_ids = page_ids.data();
     s.first = first;
     s.last = last;
     s.out = out.mutable_data();
+    return s;
+}
+
+void BindSelect(const Array<uint8_t>& codes, const Array<float>& row_scales, const Array<int8_t>& mean_codes,
+                const Array<float>& page_scales, const Array<float>& signs, int bits,
+                const Array<int32_t>& page_ids, int64_t first, int64_t last, const py::array& queries,
+                const Array<float>& lse, float scale, Array<int32_t> out, int threads, const std::string& isa,
+                Claims* claims) {
+    const Selection s = WholeSelection(codes, row_scales, mean_codes, page_scales, signs, bits, page_ids,
+                                       first, last, queries, lse, scale, out);
+    Require(threads >= 1, "threads must be at least 1");
     const ScanKernels kernels = FindScanIsa(isa).kernels;
     py::gil_scoped_release without_gil;
     Select(s, kernels, threads, claims);
 }
 
-void BindPrepareLayer(const Array<uint8_t>& codes, const Array<float>& row_scales,
-                      const Array<int8_t>& mean_codes, const Array<float>& page_scales,
-                      const Array<float>& signs, int bits, const py::array& queries, const Array<float>& lse,
-                      float scale, int64_t layer, Array<int8_t> query_codes, Array<float> lead,
-                      Array<float> reach, const std::string& isa) {
-    const Selection s =
-        SelectionOf(codes, row_scales, mean_codes, page_scales, signs, bits, queries, lse, scale);
-    const int64_t heads = s.index.heads, width = QueryWidth(s);
-    Require(0 <= layer && layer < s.index.layers, "no such layer");
-    Require(query_codes.size() == heads * width * s.index.n && lead.size() == heads * width &&
-                reach.size() == heads,
-            "query_codes, lead and reach must be [H, width, n], [H, width] and [H]");
-    const LayerQueries target = {query_codes.mutable_data(), lead.mutable_data(), reach.mutable_data()};
-    const ScanKernels kernels = FindScanIsa(isa).kernels;
-    py::gil_scoped_release without_gil;
-    PrepareLayer(s, kernels, layer, target);
-}
+// Functions and memory of a device, all as addresses.
+class BoundDeviceShare {
+  public:
+    BoundDeviceShare(const std::vector<uint64_t>& calls, uint64_t context, uint64_t copy_stream,
+                     uint64_t scan_stream, int64_t piece_pages, int64_t capacity, int64_t width,
+                     int64_t register_bytes, const std::vector<std::vector<uint64_t>>& layers,
+                     const std::vector<std::vector<uint64_t>>& pieces, const std::vector<uint64_t>& graphs) {
+        Require(calls.size() == 8, "calls must be the eight of DriverCalls");
+        size_t at = 0;
+        const auto take = [&](auto& function) { function = To<std::remove_reference_t<decltype(function)>>(calls[at++]); };
+        take(calls_.set_context);
+        take(calls_.copy_in);
+        take(calls_.copy_out);
+        take(calls_.record);
+        take(calls_.wait);
+        take(calls_.synchronize);
+        take(calls_.drain);
+        take(calls_.launch);
+        setup_.context = Pointer(context);
+        setup_.copy_stream = Pointer(copy_stream);
+        setup_.scan_stream = Pointer(scan_stream);
+        Require(piece_pages >= 1 && capacity >= 1 && register_bytes >= 1, "sizes must be at least 1");
+        setup_.piece_pages = piece_pages;
+        setup_.capacity = capacity;
+        setup_.width = width;
+        setup_.register_bytes = register_bytes;
+        Require(!layers.empty() && !pieces.empty() && graphs.size() == layers.size() * pieces.size(),
+                "there must be a graph for every piece and layer");
+        for (const auto& of : layers) {
+            Require(of.size() == 9, "a layer has nine addresses");
+            setup_.layers.push_back({To<uint8_t*>(of[0]), of[1], To<int32_t*>(of[2]), of[3], of[4], of[5],
+                                     of[6], To<int32_t*>(of[7]), Pointer(of[8])});
+        }
+        for (const auto& of : pieces) {
+            Require(of.size() == 4, "a piece has four addresses");
+            setup_.pieces.push_back({of[0], of[1], Pointer(of[2]), Pointer(of[3])});
+        }
+        for (const uint64_t graph : graphs) setup_.graphs.push_back(Pointer(graph));
+    }
 
-void BindTopK(const Array<int32_t>& keys, int64_t begin, int64_t count, int64_t first, Array<int32_t> out,
-              int64_t layer, const std::string& isa) {
-    Require(keys.ndim() == 2 && out.ndim() == 3 && out.shape(1) == keys.shape(0),
-            "keys and out must be [H, n] and [L, H, k]");
-    Require(0 <= layer && layer < out.shape(0), "no such layer");
-    const int64_t heads = keys.shape(0), stride = keys.shape(1), k = out.shape(2);
-    Require(0 <= begin && 1 <= k && k <= count && begin + count <= stride, "begin, count and k do not fit");
-    const int32_t* from = keys.data();
-    int32_t* to = out.mutable_data() + layer * heads * k;
-    const ScanKernels kernels = FindScanIsa(isa).kernels;
-    py::gil_scoped_release without_gil;
-    TopKOfLayer(kernels, from, heads, stride, begin, count, k, first, to);
-}
+    int64_t Run(const Array<uint8_t>& codes, const Array<float>& row_scales, const Array<int8_t>& mean_codes,
+                const Array<float>& page_scales, const Array<float>& signs, int bits,
+                const Array<int32_t>& page_ids, int64_t first, int64_t last, const py::array& queries,
+                const Array<float>& lse, float scale, Array<int32_t> out, const std::string& isa,
+                Claims& claims, int64_t leave) const {
+        const Selection s = WholeSelection(codes, row_scales, mean_codes, page_scales, signs, bits, page_ids,
+                                           first, last, queries, lse, scale, out);
+        const int64_t size = s.index.page_size;
+        Require((last + size - 1) / size - first / size <= setup_.capacity && QueryWidth(s) == setup_.width,
+                "the buffers are for other pages or queries");
+        const ScanKernels kernels = FindScanIsa(isa).kernels;
+        py::gil_scoped_release without_gil;
+        return RunDeviceShare(calls_, setup_, s, kernels, claims, leave);
+    }
+
+  private:
+    template <typename T>
+    static T To(uint64_t address) {
+        return reinterpret_cast<T>(static_cast<uintptr_t>(address));
+    }
+    static void* Pointer(uint64_t address) { return To<void*>(address); }
+
+    DriverCalls calls_ = {};
+    DeviceSetup setup_ = {};
+};
 
 void BindEncode(const py::array& rows, bool half, Array<uint8_t> codes, Array<float> row_scales,
                 Array<int8_t> mean_codes, Array<float> page_scales, const Array<float>& signs, int bits,
@@ -297,17 +344,29 @@ PYBIND11_MODULE(_native, m) {
         .def("front", &Claims::Front, "The first task that is left, now the caller's; -1 for none.")
         .def("back", &Claims::Back, py::arg("count"), py::arg("leave"),
              "The first of the last `count` tasks, now the caller's; -1 unless `leave` more are left.");
-    m.def("prepare_layer", &BindPrepareLayer, py::arg("codes").noconvert(), py::arg("row_scales").noconvert(),
-          py::arg("mean_codes").noconvert(), py::arg("page_scales").noconvert(), py::arg("signs").noconvert(),
-          py::arg("bits"), py::arg("queries"), py::arg("lse").noconvert(), py::arg("scale"), py::arg("layer"),
-          py::arg("query_codes").noconvert(), py::arg("lead").noconvert(), py::arg("reach").noconvert(),
-          py::arg("isa") = "auto",
-          "Query codes int8 [H, width, n], lead float32 [H, width] and reach float32 [H] of a layer, for a\n"
-          "scan that runs elsewhere; width is positions * grouped heads, rounded up to 16.");
-    m.def("top_k", &BindTopK, py::arg("keys").noconvert(), py::arg("begin"), py::arg("count"),
-          py::arg("first"), py::arg("out").noconvert(), py::arg("layer"), py::arg("isa") = "auto",
-          "out[layer, h] = the positions of the k largest of keys[h, begin : begin + count], the first of\n"
-          "which stands for position `first`; ascending, of equal keys the lower.");
+    py::class_<BoundDeviceShare>(
+        m, "DeviceShare", py::module_local(),
+        "Scores layers of a selection on a CUDA device: memory, streams, events and graphs as addresses, in\n"
+        "the order of csrc/device_share.h; herald/select/device_scan.py makes and owns all of them.")
+        .def(py::init<const std::vector<uint64_t>&, uint64_t, uint64_t, uint64_t, int64_t, int64_t, int64_t,
+                      int64_t, const std::vector<std::vector<uint64_t>>&,
+                      const std::vector<std::vector<uint64_t>>&, const std::vector<uint64_t>&>(),
+             py::arg("calls"), py::arg("context"), py::arg("copy_stream"), py::arg("scan_stream"),
+             py::arg("piece_pages"), py::arg("capacity"), py::arg("width"), py::arg("register_bytes"),
+             py::arg("layers"), py::arg("pieces"), py::arg("graphs"))
+        .def(
+            "run", &BoundDeviceShare::Run, py::arg("codes").noconvert(), py::arg("row_scales").noconvert(),
+            py::arg("mean_codes").noconvert(), py::arg("page_scales").noconvert(),
+            py::arg("signs").noconvert(), py::arg("bits"), py::arg("page_ids").noconvert(), py::arg("first"),
+            py::arg("last"), py::arg("queries"), py::arg("lse").noconvert(), py::arg("scale"),
+            py::arg("out").noconvert(), py::arg("isa"), py::arg("claims"), py::arg("leave"),
+            "Takes layers from the back of claims, while more than `leave` tasks are left, and writes their\n"
+            "rows into out as select does. Returns how many. One thread at a time. RuntimeError: the\n"
+            "driver's error.");
+    m.def(
+        "query_width",
+        [](int64_t positions, int64_t group) { return (positions * group + kLanes - 1) / kLanes * kLanes; },
+        py::arg("positions"), py::arg("group"), "Query rows of a KV head, rounded up to whole vectors.");
     m.def("scan_isas", &ScanIsaReasons,
           "Instruction sets of select, best first, each with the reason why this CPU cannot run it, or ''.");
     m.def(

@@ -5,15 +5,15 @@ is short of. So while the CPU's threads take the (layer, head) tasks of a select
 whole layers from the back, copies their codes to the device piece by piece, scores them there with the CPU's
 integers, bit for bit, and brings one int32 a row back, from which the CPU takes the top k. Which side took a
 task cannot be seen in the result.
+
+A layer is a dozen calls of the driver and a few hundred microseconds of the bus, so all of that is driven by
+the extension without the interpreter (csrc/device_share.cpp). Here are the memory, and the graphs that score.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 
 from herald.kvstore.host_memory import REGISTER_BYTES
 from herald.kvstore.key_index import KeyIndex
+from herald.select.driver import CudaDriver, Driver, HostDriver
 from herald.select.worker import BackgroundWorker
 from herald_kernels import score_codes
 
@@ -35,6 +36,8 @@ LAYERS_LEFT = 2
 LEAST = 1 << 20
 # Ranges of pages that lie in one piece of memory; a request with more of them is scanned by the CPU alone.
 MAX_RUNS = 64
+# int32 of a span: first page, pages, rows of a head's keys, and one for alignment.
+SPAN = 4
 
 
 @dataclass(frozen=True)
@@ -63,23 +66,17 @@ class Share:
         layers: how many it took; known once `wait` has returned.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Future[int]) -> None:
         self.layers = 0
-        self._taken: Future[None] | None = None
-        self._written: list[Future[None]] = []
+        self._taken = taken
 
     def wait(self) -> None:
         """Wait until the rows of all of them are written; raises what went wrong."""
-        assert self._taken is not None
-        self._taken.result()
-        for written in self._written:
-            written.result()
+        self.layers = self._taken.result()
 
 
 class DeviceScan:
-    """Takes layers of selections from the CPU.
-
-    One thread copies and scores, another takes the top k of the keys that come back.
+    """Takes layers of selections from the CPU, on a thread of its own.
 
     Args:
         native: ``herald._native``.
@@ -97,242 +94,164 @@ class DeviceScan:
     ) -> None:
         self._native = native
         self._index = index
-        self._device = device
         self._isa = isa
         self._least = least
         self.layers = 0
-        self._scanner = BackgroundWorker("herald-device-scan")
-        self._chooser = BackgroundWorker("herald-device-top-k")
-        self._room = threading.Semaphore(LAYERS_UNDER_WAY)
-        self._codes = torch.from_numpy(index.codes)
-        self._row_scales = torch.from_numpy(index.row_scales)
-        self._means = torch.from_numpy(index.mean_codes)
-        self._scales = torch.from_numpy(index.page_scales)
-        page_bytes = self._codes[0, 0].numel()
-        self._piece_pages = max(1, PIECE_BYTES // page_bytes)
-        self._cuda = device.type == "cuda"
-        self._copy_stream: Any = torch.cuda.Stream(device) if self._cuda else None
-        self._scan_stream: Any = torch.cuda.Stream(device) if self._cuda else None
-        self._pieces: deque[tuple[torch.Tensor, Any]] = deque()
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._turn = 0
+        self._worker = BackgroundWorker("herald-device-scan")
+        self._memory: _DeviceMemory | None = _DeviceMemory(native, index, device)
 
     def start(self, job: ScanJob, claims: Any) -> Share:
         """Take layers of a selection in the background, for as long as ``claims`` has some."""
-        share = Share()
-        share._taken = self._scanner.submit(self._run, job, claims, share, LAYERS_LEFT)
-        return share
+        return Share(self._worker.submit(self._run, job, claims, LAYERS_LEFT))
 
     def pays(self, page_ids: np.ndarray, first: int, last: int) -> bool:
         """Whether the span is long enough, and its pages lie in few enough ranges to be copied one by one."""
-        layers, _, heads = self._codes.shape[:3]
+        layers, _, heads = self._index.codes.shape[:3]
         if layers * heads * (last - first) < self._least:
             return False
         return int(np.count_nonzero(np.diff(page_ids) != 1)) < MAX_RUNS
 
     def warm_up(self, positions: int = 32, group: int = 4) -> None:
         """Compile the kernels for a block of ``positions`` and ``group`` query heads a KV head. Waits."""
-        layers, _, heads, size, _ = self._codes.shape
+        layers, _, heads, size, _ = self._index.codes.shape
         queries = np.zeros((layers, positions, heads * group, self._index.pool.layout.head_dim), np.float32)
         out = np.zeros((layers, heads, 1), np.int32)
         job = ScanJob(np.zeros(1, np.int32), 0, size, queries, queries[..., 0].copy(), 1.0, out)
-        share = Share()
-        share._taken = self._scanner.submit(self._run, job, self._native.Claims(heads), share, 0)
-        share.wait()
+        Share(self._worker.submit(self._run, job, self._native.Claims(heads), 0)).wait()
 
     def close(self) -> None:
         """Let the selections under way end, give the device's memory back and the index up. Idempotent."""
-        self._scanner.close()
-        self._chooser.close()
-        self._pieces.clear()
-        self._buffers.clear()
-        # A view keeps the index's memory mapped, beside that of the index that takes its place.
-        self._codes = self._row_scales = self._means = self._scales = torch.empty(0)
+        self._worker.close()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
-    def _run(self, job: ScanJob, claims: Any, share: Share, layers_left: int) -> None:
-        heads, size = self._codes.shape[2:4]
-        begin = job.first // size
-        pages = job.page_ids[begin : -(-job.last // size)]
-        runs = _runs(pages, self._piece_pages)
-        while True:
-            self._room.acquire()
-            try:
-                task = claims.back(heads, layers_left * heads)
-                if task < 0:
-                    self._room.release()
-                    return
-                layer = task // heads
-                keys, done = self._launch(job, layer, runs, len(pages))
-            except BaseException:
-                self._turn -= 1  # the next layer takes its memory, not that of one that is under way
-                self._room.release()
-                if self._cuda:  # of a device that is lost this raises too
-                    self._copy_stream.synchronize()
-                raise
-            share.layers += 1
-            self.layers += 1
-            share._written.append(self._chooser.submit(self._choose, job, layer, keys, done))
-
-    def _choose(self, job: ScanJob, layer: int, keys: np.ndarray, done: Any) -> None:
-        """The top k of a layer whose order keys [H, n] are on the host once ``done`` has happened."""
-        try:
-            if done is not None:
-                done.synchronize()
-            offset, count = job.first % self._codes.shape[3], job.last - job.first
-            self._native.top_k(keys, offset, count, job.first, job.out, layer, self._isa)
-        finally:
-            self._room.release()
-
-    def _launch(
-        self, job: ScanJob, layer: int, runs: list[tuple[int, int, int]], num_pages: int
-    ) -> tuple[np.ndarray, Any]:
-        """Copy and score one layer; at most `LAYERS_UNDER_WAY` are between this and their top k.
-
-        Args:
-            runs: see `_runs`.
-
-        Returns:
-            Order keys int32 [H, num_pages * page_size], and the event after which they are there.
-        """
-        self._turn = (self._turn + 1) % LAYERS_UNDER_WAY
-        heads, size = self._codes.shape[2:4]
-        n = self._means.shape[4]
-        query_codes, lead, reach = self._upload_queries(job, layer)
-        means = self._buffer("means", torch.int8, (num_pages, heads, 2, n), self._copy_stream)
-        scales = self._buffer("scales", torch.float32, (num_pages, heads, 2), self._copy_stream)
-        row_scales = None
-        if self._index.bits < 8:
-            shape = (num_pages, heads, size)
-            row_scales = self._buffer("row scales", torch.float32, shape, self._copy_stream)
-        stride = num_pages * size
-        keys = self._buffer("keys", torch.int32, (heads, stride), self._scan_stream)
-        host = self._buffer("host keys", torch.int32, (heads, stride))
-        with self._on(self._copy_stream):
-            for at, page, count in runs:
-                self._copy(means[at : at + count], self._means[layer, page : page + count])
-                self._copy(scales[at : at + count], self._scales[layer, page : page + count])
-                if row_scales is not None:
-                    self._copy(row_scales[at : at + count], self._row_scales[layer, page : page + count])
-        for first in range(0, num_pages, self._piece_pages):
-            last = min(first + self._piece_pages, num_pages)
-            codes, free = self._next_piece()
-            with self._on(self._copy_stream):
-                if free is not None:
-                    self._copy_stream.wait_event(free)
-                for at, page, count in runs:
-                    if first <= at < last:
-                        self._copy(
-                            codes[at - first : at - first + count], self._codes[layer, page : page + count]
-                        )
-                copied = self._event()
-            with self._on(self._scan_stream):
-                if copied is not None:
-                    self._scan_stream.wait_event(copied)
-                score_codes(
-                    codes[: last - first],
-                    None if row_scales is None else row_scales[first:last],
-                    means[first:last],
-                    scales[first:last],
-                    query_codes,
-                    lead,
-                    reach,
-                    keys,
-                    first * size,
-                )
-                self._pieces.append((codes, self._event()))
-        with self._on(self._scan_stream):
-            host.copy_(keys, non_blocking=True)
-            done = self._event(blocking=True)
-        return host.numpy(), done
-
-    def _upload_queries(self, job: ScanJob, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query codes int8 [H, W, n], lead float32 [H, W] and reach float32 [H] of a layer, in one copy."""
-        heads, n = self._codes.shape[2], self._means.shape[4]
-        positions, query_heads = job.queries.shape[1:3]
-        width = -(-positions * (query_heads // heads) // 16) * 16
-        sizes = (heads * width * n, 4 * heads * width, 4 * heads)
-        host = self._buffer("host queries", torch.uint8, (sum(sizes),))
-        device = self._buffer("queries", torch.uint8, (sum(sizes),), self._copy_stream)
-        self._native.prepare_layer(
+    def _run(self, job: ScanJob, claims: Any, layers_left: int) -> int:
+        """How many layers were taken; all of them are written."""
+        assert self._memory is not None
+        size, heads = self._index.codes.shape[3], self._index.codes.shape[2]
+        width = self._native.query_width(job.queries.shape[1], job.queries.shape[2] // heads)
+        buffers = self._memory.buffers(width, -(-job.last // size) - job.first // size)
+        taken = buffers.share.run(
             *(*self._index.arrays, self._index.signs, self._index.bits),
-            *(job.queries, job.lse, job.scale, layer),
-            *(part.numpy() for part in _query_views(host, sizes, (heads, width, n))),
-            self._isa,
+            *(job.page_ids, job.first, job.last, job.queries, job.lse, job.scale, job.out),
+            *(self._isa, claims, layers_left * heads),
         )
-        with self._on(self._copy_stream):
-            device.copy_(host, non_blocking=True)
-        codes, lead, reach = _query_views(device, sizes, (heads, width, n))
-        return codes, lead, reach
-
-    def _copy(self, to: torch.Tensor, pages: torch.Tensor) -> None:
-        """Copy whole pages of the index, in pieces that lie in one registration of its memory."""
-        if not self._cuda:
-            to.copy_(pages)
-            return
-        source, target = pages.view(-1).view(torch.uint8), to.view(-1).view(torch.uint8)
-        # The slab's first byte is that of its array, and each registration covers REGISTER_BYTES from there.
-        offset = int(pages.storage_offset()) * pages.element_size()
-        total, at = source.numel(), 0
-        while at < total:
-            count = min(total - at, REGISTER_BYTES - (offset + at) % REGISTER_BYTES)
-            target[at : at + count].copy_(source[at : at + count], non_blocking=True)
-            at += count
-
-    def _next_piece(self) -> tuple[torch.Tensor, Any]:
-        """Memory for a piece of codes, and the event after which nobody reads it any more."""
-        if len(self._pieces) >= PIECES:
-            return self._pieces.popleft()
-        shape = (self._piece_pages, *self._codes.shape[2:])
-        with self._on(self._copy_stream):
-            return torch.empty(shape, dtype=torch.uint8, device=self._device), None
-
-    def _buffer(
-        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], stream: Any = None
-    ) -> torch.Tensor:
-        """Memory of the layer whose turn it is, in the given shape; it only grows.
-
-        Args:
-            name: on the device, or on the host if it begins so (page-locked where the device is a GPU).
-            stream: that uses the memory first. It must come from that stream's memory: other streams' free
-                memory may still be in use by work that is queued there.
-        """
-        key = f"{name} {self._turn}"
-        count = int(np.prod(shape))
-        held = self._buffers.get(key)
-        if held is None or held.numel() < count:
-            if name.startswith("host"):
-                held = torch.empty(count, dtype=dtype, pin_memory=self._cuda)
-            else:
-                with self._on(stream):
-                    held = torch.empty(count, dtype=dtype, device=self._device)
-            self._buffers[key] = held
-        return held[:count].view(shape)
-
-    def _on(self, stream: Any) -> Any:
-        return torch.cuda.stream(stream)
-
-    def _event(self, blocking: bool = False) -> Any:
-        if not self._cuda:
-            return None
-        event = torch.cuda.Event(blocking=blocking)
-        event.record()
-        return event
+        self.layers += taken
+        return int(taken)
 
 
-def _runs(pages: np.ndarray, piece_pages: int) -> list[tuple[int, int, int]]:
-    """Ranges of consecutive page ids, cut at whole pieces: (index of the first, its id, how many)."""
-    cuts = np.nonzero(np.diff(pages) != 1)[0] + 1
-    edges = np.unique(np.concatenate([[0], cuts, np.arange(0, len(pages), piece_pages), [len(pages)]]))
-    return [(a, int(pages[a]), b - a) for a, b in pairwise(edges.tolist())]
+class _DeviceMemory:
+    """Pieces of codes, and for every number of query rows what is beside them.
+
+    Memory is the scan's streams' own from its first use on: what other streams have freed may still be in use
+    by work that is queued there.
+    """
+
+    def __init__(self, native: Any, index: KeyIndex, device: torch.device) -> None:
+        self.native = native
+        self.index = index
+        self.device = device
+        self.driver: Driver = CudaDriver(device) if device.type == "cuda" else HostDriver()
+        self.copy_stream = self.driver.stream()
+        self.scan_stream = self.driver.stream()
+        page_bytes = index.codes[0, 0].nbytes
+        self.piece_pages = max(1, min(PIECE_BYTES // page_bytes, index.codes.shape[1]))
+        self.codes: list[torch.Tensor] = []
+        self._by_width: dict[int, _Buffers] = {}
+
+    def buffers(self, width: int, num_pages: int) -> _Buffers:
+        """Buffers for ``width`` query rows a KV head and a request of ``num_pages``; made where missing."""
+        held = self._by_width.get(width)
+        if held is None or held.capacity < num_pages:
+            capacity = min(1 << (num_pages - 1).bit_length(), self.index.codes.shape[1])
+            if held is not None:
+                self._by_width.pop(width).close()
+            if not self.codes:
+                shape = (self.piece_pages, *self.index.codes.shape[2:])
+                self.codes = [self.on_device(torch.uint8, *shape) for _ in range(PIECES)]
+            held = self._by_width[width] = _Buffers(self, width, capacity)
+        return held
+
+    def on_device(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        with self.driver.on(self.copy_stream):
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def on_host(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=self.driver.pinned)
+
+    def close(self) -> None:
+        for buffers in self._by_width.values():
+            buffers.close()
+        self._by_width.clear()
+        self.codes.clear()
 
 
-def _query_views(
-    memory: torch.Tensor, sizes: tuple[int, ...], shape: tuple[int, int, int]
-) -> list[torch.Tensor]:
-    """Codes int8 ``shape`` [H, W, n], lead float32 [H, W] and reach float32 [H] in ``sizes`` bytes each."""
-    codes, lead, reach = memory.split(sizes)
-    return [
-        codes.view(torch.int8).view(shape),
-        lead.view(torch.float32).view(shape[:2]),
-        reach.view(torch.float32),
-    ]
+class _Buffers:
+    """What scores layers with ``width`` query rows a KV head of requests up to ``capacity`` pages."""
+
+    def __init__(self, memory: _DeviceMemory, width: int, capacity: int) -> None:
+        self.capacity = capacity
+        self._driver = memory.driver
+        index, bits = memory.index, memory.index.bits
+        heads, size = index.codes.shape[2:4]
+        n = index.mean_codes.shape[4]
+        sizes = (heads * width * n, 4 * heads * width, 4 * heads)
+        kind = torch.int32 if bits == 8 else torch.float32
+        spans = -(-capacity // memory.piece_pages)
+        starts = memory.on_device(kind, heads, memory.piece_pages, width)
+        piece_spans = [memory.on_device(torch.int32, SPAN) for _ in range(PIECES)]
+        self._events: list[int] = []
+        self._graphs: list[int] = []
+        # kept alive for as long as the graphs and the extension know their addresses
+        self._tensors: list[torch.Tensor] = [starts, *memory.codes, *piece_spans]
+        layers, scored_with = [], []
+        for _ in range(LAYERS_UNDER_WAY):
+            host_queries = memory.on_host(torch.uint8, sum(sizes))
+            queries = memory.on_device(torch.uint8, sum(sizes))
+            host_spans = memory.on_host(torch.int32, spans, SPAN)
+            means = memory.on_device(torch.int8, capacity, heads, 2, n)
+            scales = memory.on_device(torch.float32, capacity, heads, 2)
+            row_scales = memory.on_device(torch.float32, capacity, heads, size if bits < 8 else 0)
+            keys = memory.on_device(torch.int32, heads * capacity * size)
+            host_keys = memory.on_host(torch.int32, heads * capacity * size)
+            used = (host_queries, queries, host_spans, means, scales, row_scales, keys, host_keys)
+            self._tensors += used
+            layers.append([*(tensor.data_ptr() for tensor in used), self._event(blocking=True)])
+            codes, lead, reach = queries.split(sizes)
+            asked = (
+                codes.view(torch.int8).view(heads, width, n),
+                lead.view(torch.float32).view(heads, width),
+                reach.view(torch.float32),
+            )
+            scored_with.append(((None if bits == 8 else row_scales, means, scales), asked, keys))
+        pieces = []
+        for codes, span in zip(memory.codes, piece_spans, strict=True):
+            pieces.append([codes.data_ptr(), span.data_ptr(), self._event(), self._event()])
+            for index_arrays, asked, keys in scored_with:
+                arguments = (codes, *index_arrays, *asked, span[:3], starts, keys)
+                self._graphs.append(self._capture(memory, arguments))
+        stream = self._driver.handle
+        self.share = memory.native.DeviceShare(
+            self._driver.calls,
+            self._driver.context,
+            *(stream(memory.copy_stream), stream(memory.scan_stream)),
+            *(memory.piece_pages, capacity, width, REGISTER_BYTES),
+            *(layers, pieces, self._graphs),
+        )
+
+    def _capture(self, memory: _DeviceMemory, arguments: tuple[Any, ...]) -> int:
+        """A graph of `score_codes`. Its memory is zero: a first run, which compiles, scores no page."""
+        if not self._graphs:
+            with self._driver.on(memory.copy_stream):
+                score_codes(*arguments)
+        return self._driver.capture(memory.copy_stream, lambda: score_codes(*arguments))
+
+    def _event(self, blocking: bool = False) -> int:
+        self._events.append(self._driver.event(blocking))
+        return self._events[-1]
+
+    def close(self) -> None:
+        self._driver.release(self._graphs, self._events)
+        self._graphs, self._events = [], []
+        self._tensors.clear()

@@ -46,21 +46,29 @@ class Case:
             return codes.view(np.int8).astype(np.int64)
         return np.concatenate([codes & 15, codes >> 4], -1).astype(np.int64) - 8
 
-    def keys(self, target: Target, start: int = 0, spare: int = 0) -> torch.Tensor:
+    def arguments(self) -> list[torch.Tensor | None]:
+        """All before the span."""
+        queries = (self.query_codes, self.lead, self.reach)
+        return [self.codes, self.row_scales, self.mean_codes, self.page_scales, *queries]
+
+    def starts(self) -> torch.Tensor:
+        (pages, heads), width = self.codes.shape[:2], self.query_codes.shape[1]
+        kind = torch.int32 if self.row_scales is None else torch.float32
+        return torch.empty(heads, pages, width, dtype=kind, device=self.codes.device)
+
+    def keys(self, target: Target, spare: int = 0, pieces: int = 1) -> torch.Tensor:
+        """Keys [H, rows + spare], made in ``pieces`` spans whose codes lie in memory for more pages."""
         pages, heads, size, _ = self.codes.shape
-        keys = torch.full((heads, start + pages * size + spare), 77, dtype=torch.int32, device=target.device)
-        score_codes(
-            self.codes,
-            self.row_scales,
-            self.mean_codes,
-            self.page_scales,
-            self.query_codes,
-            self.lead,
-            self.reach,
-            keys,
-            start,
-        )
-        return keys
+        stride = pages * size + spare
+        keys = torch.full((heads * stride,), 77, dtype=torch.int32, device=target.device)
+        arguments, step = self.arguments(), -(-pages // pieces)
+        for first in range(0, pages, step):
+            count = min(step, pages - first)
+            held = torch.full_like(self.codes, 99)
+            held[:count] = self.codes[first : first + count]
+            span = torch.tensor([first, count, stride], dtype=torch.int32, device=target.device)
+            score_codes(held, *arguments[1:], span, self.starts(), keys)
+        return keys.view(heads, stride)
 
     def expected(self) -> np.ndarray:
         """Order keys by numpy, with the roundings that herald/select/scan.py asks for."""
@@ -111,11 +119,13 @@ def test_keys_are_those_of_the_formula(
 
 
 @pytest.mark.parametrize("target", TARGETS, indirect=True)
-def test_writes_its_rows_only(target: Target) -> None:
-    case = Case(target, CASES[1])
-    keys = case.keys(target, start=5, spare=3)
-    assert (keys[:, :5] == 77).all() and (keys[:, -3:] == 77).all()
-    assert torch.equal(keys[:, 5:-3], case.keys(target))
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_pieces_write_their_rows_only(target: Target, bits: int, pieces: int) -> None:
+    case = Case(target, CASES[3], bits)
+    keys = case.keys(target, spare=5, pieces=pieces)
+    assert (keys[:, -5:] == 77).all()
+    assert torch.equal(keys[:, :-5], case.keys(target))
 
 
 @pytest.mark.parametrize("target", TARGETS, indirect=True)
@@ -135,9 +145,22 @@ def test_pages_without_scale_and_queries_that_do_not_count(target: Target) -> No
 
 def test_shapes_are_checked() -> None:
     case = Case(EVERYWHERE[0].values[0], CASES[1])  # type: ignore[arg-type]
-    keys = torch.zeros(2, 191, dtype=torch.int32)
-    arguments = (case.codes, None, case.mean_codes, case.page_scales, case.query_codes, case.lead, case.reach)
-    with pytest.raises(ValueError, match="cannot hold 192 rows"):
-        score_codes(*arguments, keys, 0)
-    with pytest.raises(ValueError, match="lead has shape"):
-        score_codes(*arguments[:5], case.lead[:1], case.reach, torch.zeros(2, 192, dtype=torch.int32), 0)
+    given = dict(
+        zip(
+            ("codes", "row_scales", "mean_codes", "page_scales", "query_codes", "lead", "reach"),
+            case.arguments(),
+            strict=True,
+        ),
+        span=torch.tensor([0, 3, 192], dtype=torch.int32),
+        starts=case.starts(),
+        keys=torch.zeros(2 * 192, dtype=torch.int32),
+    )
+    score_codes(**given)
+    for name, wrong, problem in [
+        ("lead", case.lead[:1], "lead has shape"),
+        ("span", torch.zeros(2, dtype=torch.int32), "span has shape"),
+        ("starts", case.starts().float(), "starts has dtype torch.float32; use torch.int32"),
+        ("keys", torch.zeros(4, 192, dtype=torch.int32)[::2].flatten()[::2], "keys must be contiguous"),
+    ]:
+        with pytest.raises(ValueError, match=problem):
+            score_codes(**(given | {name: wrong}))

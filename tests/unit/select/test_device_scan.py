@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from herald.config import IndexBits
 from herald.kvstore import HostPool, KeyIndex, RowLayout
 from herald.kvstore.native import find_native
-from herald.select import Selector, device_scan
+from herald.select import Selector, device_scan, driver
 from herald.select.device_scan import LAYERS_LEFT, LAYERS_UNDER_WAY, DeviceScan, ScanJob
+from herald.select.driver import HostDriver
 
 native: Any = find_native().module
 pytestmark = pytest.mark.skipif(native is None, reason=find_native().reason)
@@ -115,39 +117,97 @@ def test_an_error_of_the_device_reaches_the_caller(monkeypatch: pytest.MonkeyPat
     shared.device_scan._least = 0
     started = threading.Event()
 
-    def fail(*arguments: object) -> None:
-        started.set()
-        raise RuntimeError("no such device")
+    shared.device_scan.warm_up()
+    driver = driver_of(shared.device_scan)
+    driver.error = 719
+    run = shared.device_scan._run
 
-    monkeypatch.setattr(device_scan, "score_codes", fail)
+    def fail(*arguments: Any) -> int:
+        try:
+            return run(*arguments)
+        finally:
+            started.set()
+
+    monkeypatch.setattr(shared.device_scan, "_run", fail)
     # The CPU must not be done before the device has begun.
     select = native.select
     monkeypatch.setattr(shared, "_native", _Slow(native, started, select))
     try:
-        with pytest.raises(RuntimeError, match="no such device"):
+        with pytest.raises(RuntimeError, match="cuMemcpyHtoDAsync: CUDA error 719"):
             shared.select(case.pages, 0, 480, 9, case.queries, case.lse, 0.3)
     finally:
         shared.close()
         case.close()
 
 
-def test_a_device_that_is_lost_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every selection gets its error, however many there are, also where nothing can be waited for."""
-
-    class Lost:
-        def synchronize(self) -> None:
-            raise RuntimeError("the device is lost")
-
+@pytest.mark.parametrize("lost", [False, True])
+def test_after_an_error_the_next_selection_gets_its_own(lost: bool) -> None:
+    """Every selection gets its error, however many there are; and its rows, once the device answers again."""
     case = Case(16, 32, 8, 30, pin=False)
     scan = DeviceScan(native, case.index, torch.device("cpu"), "auto", least=0)
-    monkeypatch.setattr(scan, "_cuda", True)
-    monkeypatch.setattr(scan, "_copy_stream", Lost())
-    monkeypatch.setattr(scan, "_launch", lambda *arguments: 1 / 0)
+    scan.warm_up()
+    driver = driver_of(scan)
+    driver.error = 719
     for _ in range(LAYERS_UNDER_WAY + 2):
-        share = scan.start(case.job(0, 480, 9), native.Claims(LAYERS * HEADS))
-        assert share._taken is not None
-        assert isinstance(share._taken.exception(10), RuntimeError)
+        with pytest.raises(RuntimeError, match="CUDA error 719"):
+            scan.start(case.job(0, 480, 9), native.Claims(LAYERS * HEADS)).wait()
+    if not lost:
+        driver.error = 0
+        alone, job = case.selector(), case.job(0, 480, 9)
+        share = scan.start(job, native.Claims(LAYERS * HEADS))
+        share.wait()
+        expected = alone.select(case.pages, 0, 480, 9, case.queries, case.lse, 0.3)
+        assert np.array_equal(job.out[LAYERS_LEFT:], expected[LAYERS_LEFT:])
+        alone.close()
     scan.close()
+    case.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_blocks_and_prompts_of_any_size_take_turns(device: str, bits: IndexBits) -> None:
+    """Other numbers of query rows, longer requests, and copies that end with a registration."""
+    case = Case(16, 32, 40, 64, pin=device == "cuda", bits=bits)
+    scan = DeviceScan(native, case.index, torch.device(device), "auto", least=0)
+    alone = case.selector()
+    try:
+        for positions, last in [(8, 100), (40, 500), (8, 1024), (5, 30), (40, 1000), (8, 100)]:
+            queries = np.ascontiguousarray(case.queries[:, :positions])
+            lse = np.ascontiguousarray(case.lse[:, :positions])
+            out = np.full((LAYERS, HEADS, 9), -1, dtype=np.int32)
+            job = ScanJob(case.pages, 3, last, queries, lse, 0.3, out)
+            scan.start(job, native.Claims(LAYERS * HEADS)).wait()
+            expected = alone.select(case.pages, 3, last, 9, queries, lse, 0.3)
+            assert np.array_equal(out[LAYERS_LEFT:], expected[LAYERS_LEFT:])
+    finally:
+        scan.close()
+        alone.close()
+        case.close()
+
+
+def test_copies_stay_within_a_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_scan, "REGISTER_BYTES", 1000)
+    case = Case(16, 32, 8, 30, pin=False)
+    copied: list[tuple[int, int]] = []
+    move = ctypes.memmove
+
+    def watch(to: int, source: int, count: int) -> None:
+        copied.append((source, count))
+        move(to, source, count)
+
+    monkeypatch.setattr(driver.ctypes, "memmove", watch)
+    scan = DeviceScan(native, case.index, torch.device("cpu"), "auto", least=0)
+    alone, job = case.selector(), case.job(0, 480, 9)
+    scan.start(job, native.Claims(LAYERS * HEADS)).wait()
+    expected = alone.select(case.pages, 0, 480, 9, case.queries, case.lse, 0.3)
+    assert np.array_equal(job.out[LAYERS_LEFT:], expected[LAYERS_LEFT:])
+    for array in case.index.arrays:
+        base = array.ctypes.data
+        within = [(at - base, count) for at, count in copied if base <= at < base + array.nbytes]
+        assert bool(within) == bool(array.size)
+        assert all(at // 1000 == (at + count - 1) // 1000 for at, count in within)
+    scan.close()
+    alone.close()
     case.close()
 
 
@@ -163,11 +223,18 @@ def test_a_closed_scan_lets_go_of_the_index() -> None:
     assert all(memory.closed for memory in maps)
 
 
+def driver_of(scan: DeviceScan) -> HostDriver:
+    assert scan._memory is not None
+    driver = scan._memory.driver
+    assert isinstance(driver, HostDriver)
+    return driver
+
+
 class _Slow:
     """The extension, with a `select` that waits for the other side."""
 
     def __init__(self, module: Any, started: threading.Event, select: Any) -> None:
-        self.Claims = module.Claims
+        self.Claims, self.query_width = module.Claims, module.query_width
         self._started, self._select = started, select
 
     def select(self, *arguments: Any) -> None:

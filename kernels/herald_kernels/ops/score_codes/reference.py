@@ -18,34 +18,38 @@ def score_codes(
     query_codes: torch.Tensor,
     lead: torch.Tensor,
     reach: torch.Tensor,
+    span: torch.Tensor,
+    starts: torch.Tensor,
     keys: torch.Tensor,
-    start: int,
 ) -> None:
     """See `herald_kernels.score_codes`."""
-    size = codes.shape[2]
+    heads, size = codes.shape[1:3]
+    begin, count, stride = span.tolist()
+    by_head = keys[: heads * stride].view(heads, stride)
     # float32 holds every dot exactly: |sum| <= 127 * 127 * 1024 < 2 ** 24
     queries = query_codes.float().transpose(1, 2)
-    for first in range(0, codes.shape[0], CHUNK_PAGES):
-        last = min(first + CHUNK_PAGES, codes.shape[0])
-        means = (mean_codes[first:last].float() @ queries).double()
+    for first in range(0, count, CHUNK_PAGES):
+        last = min(first + CHUNK_PAGES, count)
+        pages = slice(begin + first, begin + last)
+        means = (mean_codes[pages].float() @ queries).double()
         dot = (128 * means[:, :, 0] + means[:, :, 1]).float()
-        unit = (reach * page_scales[first:last, :, 1]).unsqueeze(-1)
+        unit = (reach * page_scales[pages, :, 1]).unsqueeze(-1)
         shift = _fma(dot, unit, lead)
         rows = _unpack(codes[first:last], row_scales is None)
         dots = rows.float() @ queries
         if row_scales is None:
-            unit = reach * page_scales[first:last, :, 0]
-            begin = shift * (1 / unit).unsqueeze(-1)
-            begin = begin.nan_to_num(nan=-FARTHEST_START, posinf=FARTHEST_START, neginf=-FARTHEST_START)
-            begin = begin.clamp(-FARTHEST_START, FARTHEST_START).round().long()
-            best = (dots.long() + begin.unsqueeze(2)).amax(3)
+            unit = reach * page_scales[pages, :, 0]
+            start = shift * (1 / unit).unsqueeze(-1)
+            start = start.nan_to_num(nan=-FARTHEST_START, posinf=FARTHEST_START, neginf=-FARTHEST_START)
+            start = start.clamp(-FARTHEST_START, FARTHEST_START).round().long()
+            best = (dots.long() + start.unsqueeze(2)).amax(3)
             score = best.float() * unit.unsqueeze(-1)
         else:
-            unit = reach.unsqueeze(-1) * row_scales[first:last]
+            unit = reach.unsqueeze(-1) * row_scales[pages]
             scores = _fma(dots, unit.unsqueeze(-1), shift.unsqueeze(2))
             score = scores.nan_to_num(nan=float("-inf")).amax(3)
         found = _order_keys(score).transpose(0, 1).flatten(1)
-        keys[:, start + first * size : start + last * size] = found
+        by_head[:, pages.start * size : pages.stop * size] = found
 
 
 def _unpack(codes: torch.Tensor, whole_bytes: bool) -> torch.Tensor:

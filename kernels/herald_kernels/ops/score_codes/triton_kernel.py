@@ -37,9 +37,9 @@ def _load_codes(base, first, limit, stride, column, N, COUNT: tl.constexpr, DIM:
     return tl.load(base + row[:, None].to(tl.int64) * stride + column + d[None, :], mask=inside, other=0)
 
 
-@triton.jit(do_not_specialize=["num_pages"])
+@triton.jit
 def _starts_kernel(
-    mean_codes, page_scales, query_codes, lead, reach, starts, num_pages, heads, width, N,
+    mean_codes, page_scales, query_codes, lead, reach, span, starts, capacity, heads, width, N,
     PAGES: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     FARTHEST: tl.constexpr = 1073741824.0
@@ -48,7 +48,10 @@ def _starts_kernel(
     first = tl.program_id(2) * WIDTH
     q = first + tl.arange(0, WIDTH)
     d = tl.arange(0, DIM)
-    block = page.to(tl.int64) * heads + head
+    num_pages = tl.load(span + 1)
+    if tl.program_id(0) * PAGES >= num_pages:
+        return
+    block = (tl.load(span) + page).to(tl.int64) * heads + head
     inside = (page < num_pages)[:, None] & (d < N)[None, :]
     at = mean_codes + block[:, None] * (2 * N) + d[None, :]
     high = tl.load(at, mask=inside, other=0)
@@ -71,19 +74,24 @@ def _starts_kernel(
         start = _round_to_even(start).to(tl.int32)
     else:
         start = tl.where(start != start, float("-inf"), start)
-    to = starts + (head.to(tl.int64) * num_pages + page[:, None]) * width + q[None, :]
+    to = starts + (head.to(tl.int64) * capacity + page[:, None]) * width + q[None, :]
     tl.store(to, start, mask=(page < num_pages)[:, None] & (q < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_pages", "stride", "first_key"])
+@triton.jit
 def _keys_kernel(
-    codes, row_scales, starts, page_scales, query_codes, reach, keys, num_pages, heads, width, N, size,
-    stride, first_key, PAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    codes, row_scales, starts, page_scales, query_codes, reach, span, keys, capacity, heads, width, N, size,
+    PAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
     CHUNKS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     LOWEST: tl.constexpr = -2147483648
     LEAST: tl.constexpr = float("-inf")
     head = tl.program_id(1)
+    num_pages = tl.load(span + 1)
+    if tl.program_id(0) * PAGES >= num_pages:
+        return
+    first = tl.load(span)
+    stride = tl.load(span + 2).to(tl.int64)
     queries = query_codes + head.to(tl.int64) * width * N
     row_bytes = N * BITS // 8
     of_head = tl.load(reach + head)
@@ -96,10 +104,9 @@ def _keys_kernel(
         page = tl.program_id(0) * PAGES + step // PARTS
         if page < num_pages:
             row = (step % PARTS) * ROWS
-            block = page.to(tl.int64) * heads + head
-            rows = _load_codes(
-                codes + block * size * row_bytes, row, size, row_bytes, 0, row_bytes, ROWS, DIM
-            )
+            block = (first + page).to(tl.int64) * heads + head
+            held = page.to(tl.int64) * heads + head
+            rows = _load_codes(codes + held * size * row_bytes, row, size, row_bytes, 0, row_bytes, ROWS, DIM)
             within = row + tl.arange(0, ROWS)
             largest = tl.full([ROWS], LOWEST, tl.int32)
             score = tl.full([ROWS], LEAST, tl.float32)
@@ -116,7 +123,7 @@ def _keys_kernel(
                 if CHUNKS > 1:
                     query = tl.trans(_load_codes(queries, chunk * WIDTH, width, N, 0, row_bytes, WIDTH, DIM))
                 q = chunk * WIDTH + tl.arange(0, WIDTH)
-                of_page = starts + (head.to(tl.int64) * num_pages + page) * width + q
+                of_page = starts + (head.to(tl.int64) * capacity + page) * width + q
                 dots = tl.dot(low, query, out_dtype=tl.int32)
                 if BITS == 8:
                     start = tl.load(of_page, mask=q < width, other=-1073741824)
@@ -135,7 +142,7 @@ def _keys_kernel(
                 score = largest.to(tl.float32) * unit
             bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
             key = tl.where(score != score, LOWEST, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-            to = keys + head.to(tl.int64) * stride + first_key + page * size + within
+            to = keys + head.to(tl.int64) * stride + (first + page).to(tl.int64) * size + within
             tl.store(to, key, mask=within < size)
 
 
@@ -147,8 +154,9 @@ def score_codes(
     query_codes: torch.Tensor,
     lead: torch.Tensor,
     reach: torch.Tensor,
+    span: torch.Tensor,
+    starts: torch.Tensor,
     keys: torch.Tensor,
-    start: int,
 ) -> None:
     """See `herald_kernels.score_codes`."""
     pages, heads, size, row_bytes = codes.shape
@@ -157,15 +165,12 @@ def score_codes(
     block = min(MAX_WIDTH, triton.next_power_of_2(width))
     chunks = triton.cdiv(width, block)
     rows = max(16, min(MAX_ROWS, triton.next_power_of_2(size)))
-    kind = torch.int32 if bits == 8 else torch.float32
-    starts = torch.empty(heads, pages, width, dtype=kind, device=codes.device)
     _starts_kernel[(triton.cdiv(pages, START_PAGES), heads, chunks)](
-        mean_codes, page_scales, query_codes, lead, reach, starts, pages, heads, width, n,
+        mean_codes, page_scales, query_codes, lead, reach, span, starts, pages, heads, width, n,
         PAGES=START_PAGES, WIDTH=block, DIM=max(n, 32), BITS=bits, num_warps=4,
     )  # fmt: skip
     _keys_kernel[(triton.cdiv(pages, PAGES), heads)](
-        codes, reach if row_scales is None else row_scales, starts, page_scales, query_codes, reach, keys,
-        pages, heads, width, n, size, keys.shape[1], start, PAGES=PAGES, ROWS=rows,
-        PARTS=triton.cdiv(size, rows), WIDTH=block, CHUNKS=chunks, DIM=max(row_bytes, 32), BITS=bits,
-        num_warps=4,
+        codes, reach if row_scales is None else row_scales, starts, page_scales, query_codes, reach, span,
+        keys, pages, heads, width, n, size, PAGES=PAGES, ROWS=rows, PARTS=triton.cdiv(size, rows),
+        WIDTH=block, CHUNKS=chunks, DIM=max(row_bytes, 32), BITS=bits, num_warps=4,
     )  # fmt: skip

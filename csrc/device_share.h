@@ -1,0 +1,67 @@
+// The layers of a selection that a CUDA device scores while the CPU's threads score the others: codes cross
+// the bus piece by piece, a captured graph scores them, order keys come back. One thread drives all of it
+// through the driver's functions, and nothing in it needs the interpreter.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "select.h"
+
+namespace herald {
+
+// Functions of the CUDA driver, by whoever has loaded it. Each returns 0 or an error.
+struct DriverCalls {
+    int (*set_context)(void* context);                                          // cuCtxSetCurrent
+    int (*copy_in)(uint64_t to, const void* from, size_t bytes, void* stream);  // cuMemcpyHtoDAsync
+    int (*copy_out)(void* to, uint64_t from, size_t bytes, void* stream);       // cuMemcpyDtoHAsync
+    int (*record)(void* event, void* stream);                                   // cuEventRecord
+    int (*wait)(void* stream, void* event, unsigned flags);                     // cuStreamWaitEvent
+    int (*synchronize)(void* event);                                            // cuEventSynchronize
+    int (*drain)(void* stream);                                                 // cuStreamSynchronize
+    int (*launch)(void* graph, void* stream);                                   // cuGraphLaunch
+};
+
+// Memory of a layer that is under way. Addresses of the device are numbers.
+struct LayerBuffers {
+    uint8_t* host_queries;  // page-locked: codes [heads, width, n], lead [heads, width], reach [heads]
+    uint64_t queries;       // the same on the device
+    int32_t* host_spans;    // page-locked [most pieces, kSpan]
+    uint64_t mean_codes, page_scales, row_scales;  // of all pages of a request
+    uint64_t keys;                                 // [heads * rows of a request]
+    int32_t* host_keys;                            // page-locked
+    void* done;                                    // event: the keys are on the host
+};
+
+// Memory of a piece of a layer's codes.
+struct PieceBuffers {
+    uint64_t codes;  // [piece_pages, heads, page_size, row bytes]
+    uint64_t span;   // int32 [kSpan]: first page, pages, rows of a head's keys
+    void* copied;    // event: the codes are there
+    void* scored;    // event: nobody reads them any more
+};
+
+struct DeviceSetup {
+    void* context;
+    void* copy_stream;
+    void* scan_stream;
+    int64_t piece_pages;
+    int64_t capacity;        // pages of a request that the buffers hold
+    int64_t width;           // query rows of a KV head that they hold
+    int64_t register_bytes;  // a copy stays within one of these, counted from an array's first byte
+    std::vector<LayerBuffers> layers;
+    std::vector<PieceBuffers> pieces;
+    std::vector<void*> graphs;  // [pieces, layers]: scores a piece with a layer's buffers
+};
+
+constexpr int64_t kSpan = 4;
+
+// Takes whole layers from the back of `claims`, as long as `leave` more are left to others, and writes their
+// best rows into selection.out.
+// Returns the layers taken, all of them finished. Throws std::runtime_error with the driver's error; nothing
+// is under way then, if the device still answers.
+int64_t RunDeviceShare(const DriverCalls& calls, const DeviceSetup& setup, const Selection& selection,
+                       const ScanKernels& kernels, Claims& claims, int64_t leave);
+
+}  // namespace herald
