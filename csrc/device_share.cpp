@@ -1,8 +1,12 @@
 #include "device_share.h"
 
 #include <algorithm>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 namespace herald {
 namespace {
@@ -33,28 +37,67 @@ class Share {
         }
     }
 
+    // Begins layers on this thread and finishes them on another, so that the bus never waits for a top k.
     int64_t Take(Claims& claims, int64_t leave) {
-        const int64_t heads = index_.heads, depth = static_cast<int64_t>(setup_.layers.size());
-        std::vector<int64_t> taken;
-        size_t finished = 0;
-        for (;;) {
-            if (static_cast<int64_t>(taken.size() - finished) == depth) {
-                Finish(taken[finished], setup_.layers[finished % depth]);
-                ++finished;
+        std::thread finisher([this] { FinishAll(); });
+        std::exception_ptr error;
+        try {
+            for (int64_t number = 0; WaitForTurn(number); ++number) {
+                const int64_t task = claims.Back(index_.heads, leave);
+                if (task < 0) break;
+                const int64_t layer = task / index_.heads;
+                Begin(layer, number % Depth());
+                std::lock_guard<std::mutex> lock(mutex_);
+                begun_.push_back(layer);
+                changed_.notify_all();
             }
-            const int64_t task = claims.Back(heads, leave);
-            if (task < 0) break;
-            const int64_t layer = task / heads, turn = static_cast<int64_t>(taken.size()) % depth;
-            taken.push_back(layer);
-            Begin(layer, turn);
+        } catch (...) {
+            error = std::current_exception();
         }
-        for (; finished < taken.size(); ++finished) {
-            Finish(taken[finished], setup_.layers[finished % depth]);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            all_begun_ = true;
+            changed_.notify_all();
         }
-        return static_cast<int64_t>(taken.size());
+        finisher.join();
+        if (error == nullptr) error = finish_error_;
+        if (error != nullptr) std::rethrow_exception(error);
+        return finished_;
     }
 
   private:
+    int64_t Depth() const { return static_cast<int64_t>(setup_.layers.size()); }
+
+    // Until the buffers of the number-th layer are free; false where the other thread has failed.
+    bool WaitForTurn(int64_t number) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        changed_.wait(lock, [&] { return number - finished_ < Depth() || finish_error_ != nullptr; });
+        return finish_error_ == nullptr;
+    }
+
+    void FinishAll() {
+        try {
+            Check(calls_.set_context(setup_.context), "cuCtxSetCurrent");
+            for (;;) {
+                std::unique_lock<std::mutex> lock(mutex_);
+                changed_.wait(lock, [&] { return finished_ < Begun() || all_begun_; });
+                if (finished_ == Begun()) return;
+                const int64_t layer = begun_[finished_];
+                lock.unlock();
+                Finish(layer, setup_.layers[finished_ % Depth()]);
+                lock.lock();
+                ++finished_;
+                changed_.notify_all();
+            }
+        } catch (...) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            finish_error_ = std::current_exception();
+            changed_.notify_all();
+        }
+    }
+
+    int64_t Begun() const { return static_cast<int64_t>(begun_.size()); }
+
     // Queues one layer on the two streams, the buffers of whose turn nobody uses.
     void Begin(int64_t layer, int64_t turn) {
         const LayerBuffers& b = setup_.layers[turn];
@@ -140,6 +183,14 @@ class Share {
     std::vector<Run> runs_;
     int64_t num_pages_ = 0;
     int64_t next_piece_ = 0;
+
+    // Between the two threads.
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::vector<int64_t> begun_;  // layers
+    int64_t finished_ = 0;        // of them; written by the finishing thread alone
+    bool all_begun_ = false;
+    std::exception_ptr finish_error_;
 };
 
 }  // namespace

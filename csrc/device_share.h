@@ -1,5 +1,5 @@
 // The layers of a selection that a CUDA device scores while the CPU's threads score the others: codes cross
-// the bus piece by piece, a captured graph scores them, order keys come back. One thread drives all of it
+// the bus piece by piece, a captured graph scores them, order keys come back. Two threads drive all of it
 // through the driver's functions, and nothing in it needs the interpreter.
 
 #pragma once

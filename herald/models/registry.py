@@ -170,7 +170,7 @@ FAMILIES: tuple[Family, ...] = (
         paper="2509.26328",
         hub_ids=("Efficient-Large-Model/Fast_dLLM_v2_1.5B", "Efficient-Large-Model/Fast_dLLM_v2_7B"),
         golden=("fast_dllm_v2", "fast_dllm_v2_bd8_tied"),
-        verified=("logits", "tokens", "offload"),
+        verified=("logits", "tokens", "offload", "gpu"),
     ),
     Family(
         name="llada",
@@ -211,7 +211,7 @@ FAMILIES: tuple[Family, ...] = (
         paper="2502.09992",
         hub_ids=("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"),
         golden=("llada",),
-        verified=("logits", "tokens", "offload"),
+        verified=("logits", "tokens", "offload", "gpu"),
     ),
     Family(
         name="llada_moe",
@@ -242,7 +242,7 @@ FAMILIES: tuple[Family, ...] = (
         paper="2509.24389",
         hub_ids=("inclusionAI/LLaDA-MoE-7B-A1B-Base", "inclusionAI/LLaDA-MoE-7B-A1B-Instruct"),
         golden=("llada_moe",),
-        verified=("logits", "tokens", "offload"),
+        verified=("logits", "tokens", "offload", "gpu"),
     ),
     Family(
         name="dream",
@@ -260,7 +260,7 @@ FAMILIES: tuple[Family, ...] = (
         paper="2508.15487",
         hub_ids=("Dream-org/Dream-v0-Base-7B", "Dream-org/Dream-v0-Instruct-7B"),
         golden=("dream",),
-        verified=("logits", "tokens", "offload"),
+        verified=("logits", "tokens", "offload", "gpu"),
     ),
     Family(
         name="diffusion_gemma",
@@ -285,7 +285,7 @@ FAMILIES: tuple[Family, ...] = (
         paper="2505.24857",  # of its sampler; the model has none
         hub_ids=("google/diffusiongemma-26B-A4B-it",),
         golden=("diffusion_gemma",),
-        verified=("logits", "tokens", "offload"),
+        verified=("logits", "tokens", "offload", "gpu"),
     ),
 )
 

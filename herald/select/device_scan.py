@@ -29,7 +29,7 @@ from herald_kernels import score_codes
 PIECE_BYTES = 32 << 20
 PIECES = 3
 # Layers of which the device has begun but not brought back the keys.
-LAYERS_UNDER_WAY = 3
+LAYERS_UNDER_WAY = 4
 # Layers that must be left to the CPU when another one is taken: it would be done with them first.
 LAYERS_LEFT = 2
 # A selection of fewer token-heads takes the CPU about 2 ms.

@@ -21,6 +21,8 @@ from herald.tokenizer import Tokenizer
 from tests.engine.conftest import GOLDEN
 from tests.engine.support import random_prompt, run, tokens
 from tests.engine.test_offload import leaks
+
+pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 from tests.serve.support import CONFIG, Running, raw_post, serving
 from tests.serve.test_clients_that_leave import hang_up, until
 

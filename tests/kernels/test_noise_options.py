@@ -238,7 +238,8 @@ def test_entropy_softmax_matches_float64(target: Target, vocab_size: int) -> Non
     assert torch.equal(logits.gather(1, token[:, None])[:, 0], logits.amax(-1))
     assert shares.dtype == target.dtype and entropy.dtype == torch.float32
     assert (entropy.double() + (exact.exp() * exact).sum(-1)).abs().max() < 2e-4
-    assert relative_error(shares, exact.exp()) < max(target.bound, 5e-6)
+    # logits over a temperature of 0.05 reach several hundred, where a float32 is 2e-5 off
+    assert relative_error(shares, exact.exp()) < max(target.bound, 4e-5)
 
 
 def test_entropies_of_certain_banned_and_broken_rows(target: Target) -> None:

@@ -82,9 +82,11 @@ COMBINE = Strip(1024, 4)
 # Pairs an expert has on average, up to which (gate and up, down) work so; the last beyond. With few rows it
 # counts how many bytes of weights are in flight, with many how often a byte that was read is used.
 EXPERTS = (
-    (10.0, (ProductTiles(16, 64, 64, 4, 5), ProductTiles(16, 128, 64, 4, 5))),
-    (24.0, (ProductTiles(32, 64, 64, 4, 4), ProductTiles(32, 128, 64, 4, 4))),
+    (2.0, (ProductTiles(16, 32, 128, 4, 5), ProductTiles(16, 128, 128, 4, 3))),
+    (10.0, (ProductTiles(16, 64, 128, 4, 3), ProductTiles(16, 128, 128, 4, 3))),
+    (24.0, (ProductTiles(32, 64, 128, 4, 3), ProductTiles(32, 64, 128, 4, 3))),
     (64.0, (ProductTiles(64, 64, 64, 4, 4), ProductTiles(64, 128, 64, 4, 4))),
+    (160.0, (ProductTiles(64, 64, 64, 4, 3), ProductTiles(64, 128, 64, 4, 3))),
     (float("inf"), (ProductTiles(128, 128, 64, 8, 3), ProductTiles(128, 128, 64, 8, 4))),
 )
 EXPERTS_EXACT = (ProductTiles(16, 32, 16, 4, 1), ProductTiles(16, 64, 16, 4, 1))  # float32
