@@ -37,18 +37,22 @@ class Share {
         }
     }
 
-    // Begins layers on this thread and finishes them on another, so that the bus never waits for a top k.
+    // Begins layers on this thread and finishes them on others, so that the bus never waits for a top k.
     int64_t Take(Claims& claims, int64_t leave) {
-        std::thread finisher([this] { FinishAll(); });
         std::exception_ptr error;
+        std::vector<std::thread> finishers;
         try {
-            for (int64_t number = 0; WaitForTurn(number); ++number) {
+            for (int64_t i = 0; i < setup_.finishers; ++i) finishers.emplace_back([this] { FinishAll(); });
+            if (setup_.held.first_layer < index_.layers) BringPages();
+            for (;;) {
+                if (!WaitForTurn()) break;
                 const int64_t task = claims.Back(index_.heads, leave);
                 if (task < 0) break;
                 const int64_t layer = task / index_.heads;
-                Begin(layer, number % Depth());
+                Begin(layer, Begun() % Depth());
                 std::lock_guard<std::mutex> lock(mutex_);
                 begun_.push_back(layer);
+                finished_.push_back(false);
                 changed_.notify_all();
             }
         } catch (...) {
@@ -59,19 +63,26 @@ class Share {
             all_begun_ = true;
             changed_.notify_all();
         }
-        finisher.join();
+        for (std::thread& finisher : finishers) finisher.join();
         if (error == nullptr) error = finish_error_;
         if (error != nullptr) std::rethrow_exception(error);
-        return finished_;
+        return Begun();
     }
 
   private:
     int64_t Depth() const { return static_cast<int64_t>(setup_.layers.size()); }
+    int64_t Begun() const { return static_cast<int64_t>(begun_.size()); }
+    bool Holds(int64_t layer) const { return layer >= setup_.held.first_layer; }
 
-    // Until the buffers of the number-th layer are free; false where the other thread has failed.
-    bool WaitForTurn(int64_t number) {
+    // Until the next layer may begin: its buffers are free, and not too many layers wait for the bus. False
+    // where another thread has failed.
+    bool WaitForTurn() {
         std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait(lock, [&] { return number - finished_ < Depth() || finish_error_ != nullptr; });
+        changed_.wait(lock, [&] {
+            if (finish_error_ != nullptr) return true;
+            const bool by_bus = !begun_.empty() && !Holds(begun_.back() - 1);
+            return Begun() - first_unfinished_ < (by_bus ? std::min(setup_.pieces_ahead, Depth()) : Depth());
+        });
         return finish_error_ == nullptr;
     }
 
@@ -80,13 +91,16 @@ class Share {
             Check(calls_.set_context(setup_.context), "cuCtxSetCurrent");
             for (;;) {
                 std::unique_lock<std::mutex> lock(mutex_);
-                changed_.wait(lock, [&] { return finished_ < Begun() || all_begun_; });
-                if (finished_ == Begun()) return;
-                const int64_t layer = begun_[finished_];
+                changed_.wait(lock, [&] {
+                    return next_to_finish_ < Begun() || all_begun_ || finish_error_ != nullptr;
+                });
+                if (finish_error_ != nullptr || next_to_finish_ == Begun()) return;
+                const int64_t number = next_to_finish_++, layer = begun_[number];
                 lock.unlock();
-                Finish(layer, setup_.layers[finished_ % Depth()]);
+                Finish(layer, setup_.layers[number % Depth()]);
                 lock.lock();
-                ++finished_;
+                finished_[number] = true;
+                while (first_unfinished_ < Begun() && finished_[first_unfinished_]) ++first_unfinished_;
                 changed_.notify_all();
             }
         } catch (...) {
@@ -96,39 +110,92 @@ class Share {
         }
     }
 
-    int64_t Begun() const { return static_cast<int64_t>(begun_.size()); }
+    // Copies what the device does not hold yet of the request's pages, in all held layers, and the table.
+    void BringPages() {
+        const HeldLayers& held = setup_.held;
+        const int32_t* pages = s_.page_ids + s_.first / index_.page_size;
+        const auto stale = [&](int64_t i) { return held.held[pages[i]] != held.versions[pages[i]]; };
+        for (int64_t i = 0; i < num_pages_;) {
+            if (!stale(i)) {
+                ++i;
+                continue;
+            }
+            const int64_t first = i, page = pages[i];
+            std::vector<int64_t> versions;
+            do {
+                versions.push_back(held.versions[pages[i++]]);
+            } while (i < num_pages_ && pages[i] == page + (i - first) && stale(i));
+            for (int64_t layer = held.first_layer; layer < index_.layers; ++layer) {
+                const Run run = {first, page, i - first};
+                const int64_t to = (layer - held.first_layer) * index_.pages + page;
+                const int64_t heads = index_.heads, size = index_.page_size;
+                CopyPages(held.codes, index_.codes, heads * size * index_.n * index_.bits / 8, layer, run,
+                          to);
+                CopyPages(held.mean_codes, index_.mean_codes, heads * 2 * index_.n, layer, run, to);
+                CopyPages(held.page_scales, index_.page_scales, heads * 2 * 4, layer, run, to);
+                if (index_.bits < 8) {
+                    CopyPages(held.row_scales, index_.row_scales, heads * size * 4, layer, run, to);
+                }
+            }
+            // what was written meanwhile has another number by then
+            std::copy(versions.begin(), versions.end(), held.held + page);
+        }
+        std::copy(pages, pages + num_pages_, held.host_table);
+        Check(calls_.copy_in(held.table, held.host_table, 4 * num_pages_, setup_.copy_stream),
+              "cuMemcpyHtoDAsync");
+    }
 
     // Queues one layer on the two streams, the buffers of whose turn nobody uses.
     void Begin(int64_t layer, int64_t turn) {
         const LayerBuffers& b = setup_.layers[turn];
         const int64_t heads = index_.heads, width = setup_.width, n = index_.n, size = index_.page_size;
         const int64_t code_bytes = heads * width * n, lead_bytes = 4 * heads * width;
+        const int64_t query_bytes = code_bytes + lead_bytes + 4 * heads;
+        const int64_t stride = num_pages_ * size;
         PrepareLayer(
             s_, kernels_, layer,
             {reinterpret_cast<int8_t*>(b.host_queries), reinterpret_cast<float*>(b.host_queries + code_bytes),
              reinterpret_cast<float*>(b.host_queries + code_bytes + lead_bytes)});
-        Check(calls_.copy_in(b.queries, b.host_queries, code_bytes + lead_bytes + 4 * heads,
-                             setup_.copy_stream),
+        const int64_t held = Holds(layer) ? (layer - setup_.held.first_layer) * index_.pages : 0;
+        WriteSpan(reinterpret_cast<int32_t*>(b.host_queries + query_bytes), 0, num_pages_, stride, held);
+        Check(calls_.copy_in(b.queries, b.host_queries, query_bytes + 4 * kSpan, setup_.copy_stream),
               "cuMemcpyHtoDAsync");
-        for (const Run& run : runs_) {
-            CopyPages(b.mean_codes, index_.mean_codes, heads * 2 * n, layer, run, run.at);
-            CopyPages(b.page_scales, index_.page_scales, heads * 2 * 4, layer, run, run.at);
-            if (index_.bits < 8)
-                CopyPages(b.row_scales, index_.row_scales, heads * size * 4, layer, run, run.at);
-        }
-        const int64_t stride = num_pages_ * size;
-        for (int64_t first = 0, number = 0; first < num_pages_; first += setup_.piece_pages, ++number) {
-            const int64_t count = std::min(setup_.piece_pages, num_pages_ - first);
-            int32_t* span = b.host_spans + number * kSpan;
-            span[0] = static_cast<int32_t>(first);
-            span[1] = static_cast<int32_t>(count);
-            span[2] = static_cast<int32_t>(stride);
-            span[3] = 0;
-            Score(layer, turn, first, count, span);
+        if (Holds(layer)) {
+            Check(calls_.record(b.asked, setup_.copy_stream), "cuEventRecord");
+            Check(calls_.wait(setup_.scan_stream, b.asked, 0), "cuStreamWaitEvent");
+            Check(calls_.launch(b.graph, setup_.scan_stream), "cuGraphLaunch");
+        } else {
+            Bring(layer, turn, stride);
         }
         Check(calls_.copy_out(b.host_keys, b.keys, 4 * heads * stride, setup_.scan_stream),
               "cuMemcpyDtoHAsync");
         Check(calls_.record(b.done, setup_.scan_stream), "cuEventRecord");
+    }
+
+    // A layer's codes, piece by piece, and their scores.
+    void Bring(int64_t layer, int64_t turn, int64_t stride) {
+        const LayerBuffers& b = setup_.layers[turn];
+        const int64_t heads = index_.heads, n = index_.n, size = index_.page_size;
+        for (const Run& run : runs_) {
+            CopyPages(b.mean_codes, index_.mean_codes, heads * 2 * n, layer, run, run.at);
+            CopyPages(b.page_scales, index_.page_scales, heads * 2 * 4, layer, run, run.at);
+            if (index_.bits < 8) {
+                CopyPages(b.row_scales, index_.row_scales, heads * size * 4, layer, run, run.at);
+            }
+        }
+        for (int64_t first = 0, number = 0; first < num_pages_; first += setup_.piece_pages, ++number) {
+            const int64_t count = std::min(setup_.piece_pages, num_pages_ - first);
+            int32_t* span = b.host_spans + number * kSpan;
+            WriteSpan(span, first, count, stride, 0);
+            Score(layer, turn, first, count, span);
+        }
+    }
+
+    static void WriteSpan(int32_t* span, int64_t first, int64_t count, int64_t stride, int64_t held) {
+        span[0] = static_cast<int32_t>(first);
+        span[1] = static_cast<int32_t>(count);
+        span[2] = static_cast<int32_t>(stride);
+        span[3] = static_cast<int32_t>(held);
     }
 
     // Copies pages [first, first + count) of a layer into the next piece and scores them.
@@ -184,11 +251,13 @@ class Share {
     int64_t num_pages_ = 0;
     int64_t next_piece_ = 0;
 
-    // Between the two threads.
+    // Between the threads.
     std::mutex mutex_;
     std::condition_variable changed_;
-    std::vector<int64_t> begun_;  // layers
-    int64_t finished_ = 0;        // of them; written by the finishing thread alone
+    std::vector<int64_t> begun_;    // layers, in order
+    std::vector<bool> finished_;    // of them
+    int64_t next_to_finish_ = 0;    // the next one that a thread takes
+    int64_t first_unfinished_ = 0;  // all before it are finished
     bool all_begun_ = false;
     std::exception_ptr finish_error_;
 };

@@ -5,10 +5,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "device_share.h"
@@ -161,41 +161,54 @@ void BindSelect(const Array<uint8_t>& codes, const Array<float>& row_scales, con
 // Functions and memory of a device, all as addresses.
 class BoundDeviceShare {
   public:
-    BoundDeviceShare(const std::vector<uint64_t>& calls, uint64_t context, uint64_t copy_stream,
-                     uint64_t scan_stream, int64_t piece_pages, int64_t capacity, int64_t width,
-                     int64_t register_bytes, const std::vector<std::vector<uint64_t>>& layers,
-                     const std::vector<std::vector<uint64_t>>& pieces, const std::vector<uint64_t>& graphs) {
-        Require(calls.size() == 8, "calls must be the eight of DriverCalls");
-        size_t at = 0;
-        const auto take = [&](auto& function) { function = To<std::remove_reference_t<decltype(function)>>(calls[at++]); };
-        take(calls_.set_context);
-        take(calls_.copy_in);
-        take(calls_.copy_out);
-        take(calls_.record);
-        take(calls_.wait);
-        take(calls_.synchronize);
-        take(calls_.drain);
-        take(calls_.launch);
-        setup_.context = Pointer(context);
-        setup_.copy_stream = Pointer(copy_stream);
-        setup_.scan_stream = Pointer(scan_stream);
-        Require(piece_pages >= 1 && capacity >= 1 && register_bytes >= 1, "sizes must be at least 1");
-        setup_.piece_pages = piece_pages;
-        setup_.capacity = capacity;
-        setup_.width = width;
-        setup_.register_bytes = register_bytes;
+    using Addresses = std::vector<uint64_t>;
+
+    BoundDeviceShare(const Addresses& calls, const Addresses& queues, const std::vector<int64_t>& sizes,
+                     const std::vector<Addresses>& layers, const std::vector<Addresses>& pieces,
+                     const Addresses& graphs, const Addresses& held, Array<int64_t> versions,
+                     Array<int64_t> held_versions)
+        : versions_(versions), held_versions_(held_versions) {
+        Require(calls.size() == 8 && queues.size() == 3 && sizes.size() == 7 && held.size() == 6,
+                "there must be 8 calls, 3 queues, 7 sizes and 6 addresses of what is held");
+        calls_ = {To<decltype(calls_.set_context)>(calls[0]), To<decltype(calls_.copy_in)>(calls[1]),
+                  To<decltype(calls_.copy_out)>(calls[2]),    To<decltype(calls_.record)>(calls[3]),
+                  To<decltype(calls_.wait)>(calls[4]),        To<decltype(calls_.synchronize)>(calls[5]),
+                  To<decltype(calls_.drain)>(calls[6]),       To<decltype(calls_.launch)>(calls[7])};
+        setup_.context = Pointer(queues[0]);
+        setup_.copy_stream = Pointer(queues[1]);
+        setup_.scan_stream = Pointer(queues[2]);
+        Require(*std::min_element(sizes.begin(), sizes.end() - 1) >= 1 && sizes.back() >= 0,
+                "sizes must be at least 1, and the first layer 0");
+        setup_.piece_pages = sizes[0];
+        setup_.capacity = sizes[1];
+        setup_.width = sizes[2];
+        setup_.register_bytes = sizes[3];
+        setup_.pieces_ahead = sizes[4];
+        setup_.finishers = sizes[5];
         Require(!layers.empty() && !pieces.empty() && graphs.size() == layers.size() * pieces.size(),
                 "there must be a graph for every piece and layer");
-        for (const auto& of : layers) {
-            Require(of.size() == 9, "a layer has nine addresses");
+        for (const Addresses& of : layers) {
+            Require(of.size() == 11, "a layer has eleven addresses");
             setup_.layers.push_back({To<uint8_t*>(of[0]), of[1], To<int32_t*>(of[2]), of[3], of[4], of[5],
-                                     of[6], To<int32_t*>(of[7]), Pointer(of[8])});
+                                     of[6], To<int32_t*>(of[7]), Pointer(of[8]), Pointer(of[9]),
+                                     Pointer(of[10])});
         }
-        for (const auto& of : pieces) {
+        for (const Addresses& of : pieces) {
             Require(of.size() == 4, "a piece has four addresses");
             setup_.pieces.push_back({of[0], of[1], Pointer(of[2]), Pointer(of[3])});
         }
         for (const uint64_t graph : graphs) setup_.graphs.push_back(Pointer(graph));
+        Require(versions.ndim() == 1 && held_versions.size() == versions.size(),
+                "versions and held_versions must be [pages]");
+        setup_.held = {sizes[6],
+                       held[0],
+                       held[1],
+                       held[2],
+                       held[3],
+                       versions_.data(),
+                       held_versions_.mutable_data(),
+                       To<int32_t*>(held[4]),
+                       held[5]};
     }
 
     int64_t Run(const Array<uint8_t>& codes, const Array<float>& row_scales, const Array<int8_t>& mean_codes,
@@ -206,7 +219,8 @@ class BoundDeviceShare {
         const Selection s = WholeSelection(codes, row_scales, mean_codes, page_scales, signs, bits, page_ids,
                                            first, last, queries, lse, scale, out);
         const int64_t size = s.index.page_size;
-        Require((last + size - 1) / size - first / size <= setup_.capacity && QueryWidth(s) == setup_.width,
+        Require((last + size - 1) / size - first / size <= setup_.capacity && QueryWidth(s) == setup_.width &&
+                    versions_.size() == s.index.pages,
                 "the buffers are for other pages or queries");
         const ScanKernels kernels = FindScanIsa(isa).kernels;
         py::gil_scoped_release without_gil;
@@ -220,6 +234,7 @@ class BoundDeviceShare {
     }
     static void* Pointer(uint64_t address) { return To<void*>(address); }
 
+    Array<int64_t> versions_, held_versions_;  // kept alive
     DriverCalls calls_ = {};
     DeviceSetup setup_ = {};
 };
@@ -348,12 +363,16 @@ PYBIND11_MODULE(_native, m) {
         m, "DeviceShare", py::module_local(),
         "Scores layers of a selection on a CUDA device: memory, streams, events and graphs as addresses, in\n"
         "the order of csrc/device_share.h; herald/select/device_scan.py makes and owns all of them.")
-        .def(py::init<const std::vector<uint64_t>&, uint64_t, uint64_t, uint64_t, int64_t, int64_t, int64_t,
-                      int64_t, const std::vector<std::vector<uint64_t>>&,
-                      const std::vector<std::vector<uint64_t>>&, const std::vector<uint64_t>&>(),
-             py::arg("calls"), py::arg("context"), py::arg("copy_stream"), py::arg("scan_stream"),
-             py::arg("piece_pages"), py::arg("capacity"), py::arg("width"), py::arg("register_bytes"),
-             py::arg("layers"), py::arg("pieces"), py::arg("graphs"))
+        .def(py::init<const BoundDeviceShare::Addresses&, const BoundDeviceShare::Addresses&,
+                      const std::vector<int64_t>&, const std::vector<BoundDeviceShare::Addresses>&,
+                      const std::vector<BoundDeviceShare::Addresses>&, const BoundDeviceShare::Addresses&,
+                      const BoundDeviceShare::Addresses&, Array<int64_t>, Array<int64_t>>(),
+             py::arg("calls"), py::arg("queues"), py::arg("sizes"), py::arg("layers"), py::arg("pieces"),
+             py::arg("graphs"), py::arg("held"), py::arg("versions").noconvert(),
+             py::arg("held_versions").noconvert(),
+             "queues: context, copy and scan stream. sizes: piece_pages, capacity, width, register_bytes,\n"
+             "pieces_ahead, finishers, first layer held. held: codes, row_scales, mean_codes, page_scales,\n"
+             "host_table, table.")
         .def(
             "run", &BoundDeviceShare::Run, py::arg("codes").noconvert(), py::arg("row_scales").noconvert(),
             py::arg("mean_codes").noconvert(), py::arg("page_scales").noconvert(),

@@ -25,6 +25,7 @@ import torch
 from bench_longctx import machine
 from bench_longctx.throughput import decode, prefill, table
 from bench_longctx.throughput.synthetic import begin_without_prefill, make_engine, random_model
+from herald.cli.options import size
 from herald.config import OffloadConfig
 from herald.errors import HostPoolTooSmall
 from herald.models import PRESETS
@@ -70,6 +71,7 @@ def run_decode(args: argparse.Namespace) -> dict[str, Any]:
         index_bits=args.index_bits,
         num_threads=args.num_threads,
         scan_on_device=args.scan_on_device,
+        index_device_bytes=args.index_device_memory,
     )
     short, long, batches, long_batch = sizes(args.tiny)
     if args.batch:
@@ -109,6 +111,9 @@ def run_decode(args: argparse.Namespace) -> dict[str, Any]:
         "selection": store.selector.isa,
         "scan_on_device": store.selector.device_scan is not None,
         "scan_on_device_why": store.selector.device_reason,
+        "layers_of_index_on_device": 0
+        if store.selector.device_scan is None
+        else store.selector.device_scan.layers_held,
         "pool_bytes": store.pool.num_bytes,
         "index_bytes": store.index.num_bytes,
         "weight_bytes": model.weight_bytes,
@@ -186,6 +191,7 @@ def in_own_process(suite: str, args: argparse.Namespace) -> dict[str, Any]:
             command += [f"--lookahead-step={args.lookahead_step}"]
             command += [f"--num-threads={args.num_threads}"]
             command.append("--scan-on-device" if args.scan_on_device else "--no-scan-on-device")
+            command += [f"--index-device-memory={args.index_device_memory}"]
             command += [f"--index-bits={args.index_bits}", f"--shared={args.shared}", f"--batch={args.batch}"]
         command += ["--tiny"] * args.tiny + ["--quick"] * args.quick
         began = time.perf_counter()
@@ -214,6 +220,9 @@ def main() -> int:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="let the device score a share of the index",
+    )
+    parser.add_argument(
+        "--index-device-memory", type=size, default=0, help="device memory for the key index, such as 24GiB"
     )
     parser.add_argument("--tiny", action="store_true", help="a two-layer model and short contexts")
     parser.add_argument("--json", type=Path)

@@ -335,6 +335,13 @@ def add_offload_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="let a GPU score a share of the key index; the rows chosen are the same (default: yes)",
     )
+    add(
+        "--index-device-memory",
+        type=size,
+        metavar="SIZE",
+        help="GPU memory for layers of the key index, such as 8GiB, which are then scored there without "
+        "crossing the bus (default: none)",
+    )
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -379,6 +386,7 @@ _OFFLOAD = {
     "transfer": "transfer",
     "num_threads": "num_threads",
     "scan_on_device": "scan_on_device",
+    "index_device_memory": "index_device_bytes",
 }
 _ENGINE = {
     "max_model_len": "max_model_len",

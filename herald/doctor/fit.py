@@ -166,8 +166,9 @@ def fit_context(
         host_tokens = device_tokens = shared
         dense = largest(lambda n: dense_device_bytes(shape, n) <= host_memory)
     else:
+        room = device_memory - config.index_device_bytes
         host_tokens = largest(lambda n: host_bytes(shape, n, config) <= host_memory)
-        device_tokens = largest(lambda n: device_bytes(shape, n, config) <= device_memory)
+        device_tokens = largest(lambda n: device_bytes(shape, n, config) <= room)
         dense = largest(lambda n: dense_device_bytes(shape, n) <= device_memory)
     memory = min(host_tokens, device_tokens)
     if memory >= shape.max_positions:

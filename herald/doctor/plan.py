@@ -28,7 +28,7 @@ class BatchPlan:
 
     Attributes:
         context: positions of each request, prompt and output.
-        weight_bytes, workspace_bytes: on the device, whatever the requests.
+        weight_bytes, workspace_bytes, index_device_bytes: on the device, whatever the requests.
         prefill_bytes: on the device while a prompt is read, one at a time.
         resident_rows: of a request, in each layer and KV head; staging_rows: those that may arrive at once.
         resident_bytes, staging_bytes: of a request, on the device; with the rows of layers with a window.
@@ -44,6 +44,7 @@ class BatchPlan:
     context: int
     weight_bytes: int
     workspace_bytes: int
+    index_device_bytes: int
     prefill_bytes: int
     resident_rows: int
     staging_rows: int
@@ -62,7 +63,7 @@ class BatchPlan:
     @property
     def fixed_device_bytes(self) -> int:
         """On the device beside the requests' sets."""
-        return self.weight_bytes + self.workspace_bytes + self.prefill_bytes
+        return self.weight_bytes + self.workspace_bytes + self.index_device_bytes + self.prefill_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -88,7 +89,7 @@ def plan_batch(
         both = max(host_memory - fixed - waiting, 0) // (a_request + set_bytes)
         device_batch = host_batch = both
     else:
-        device_batch = max(device_memory - fixed, 0) // set_bytes
+        device_batch = max(device_memory - fixed - config.index_device_bytes, 0) // set_bytes
         host_batch = max(host_memory - waiting, 0) // a_request if a_request else device_batch
     room = max((host_memory if device_memory is None else device_memory) - fixed, 0)
     fit: ContextFit = fit_context(shape, host_memory, device_memory, config)
@@ -97,6 +98,7 @@ def plan_batch(
         context=context,
         weight_bytes=shape.weight_bytes,
         workspace_bytes=WORKSPACE_BYTES,
+        index_device_bytes=0 if device_memory is None else config.index_device_bytes,
         prefill_bytes=prefill,
         resident_rows=resident,
         staging_rows=staging,
@@ -126,6 +128,8 @@ def describe_plan(plan: BatchPlan) -> Finding:
         f"{format_bytes(plan.workspace_bytes)}",
         f"host pool: {format_bytes(plan.host_bytes)} a request (rows and key index)",
     ]
+    if plan.index_device_bytes:
+        lines.insert(-1, f"key index on the GPU: {format_bytes(plan.index_device_bytes)}")
     available = format_bytes(plan.host_memory)
     if plan.device_memory is not None:
         available = f"{format_bytes(plan.device_memory)} of GPU memory, {available} of host memory"

@@ -78,7 +78,9 @@ class HostStore:
         device = arena.rows.device if pin and config.scan_on_device else None
         self.index = KeyIndex(self.pool, config.index_bits, self.num_threads, pin=device is not None)
         self.selector = Selector(
-            self.pool, self.index, config.score_operator, self.num_threads, device=device
+            *(self.pool, self.index, config.score_operator, self.num_threads),
+            device=device,
+            device_bytes=config.index_device_bytes,
         )
         self._transfer: Transfer | None = None
         self.transfer_why = ""
@@ -119,8 +121,7 @@ class HostStore:
             new = slice(int(into[begin]), int(into[begin]) + end - begin)
             for layer in range(self.layout.num_layers):
                 self.pool.rows[layer, new].copy_(other.pool.rows[layer, old])
-                for mine, theirs in zip(self.index.arrays, other.index.arrays, strict=True):
-                    mine[layer, new] = theirs[layer, old]
+                self.index.copy_pages(other.index, layer, old, new)
 
     def close(self) -> None:
         self.disconnect()
@@ -249,6 +250,8 @@ class EngineMemory:
     def _replace_store(self, pages: int, keep_prefixes: bool) -> None:
         if not keep_prefixes or not len(self.prefixes):
             self._drop_store()
+        if self.store is not None and self.store.selector.device_scan is not None:
+            self.store.selector.device_scan.let_go()  # the next one may hold as much
         new = self._new_store(pages)
         if self.store is None:
             self.prefixes.attach(new.pool.allocator)

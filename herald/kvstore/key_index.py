@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
@@ -43,6 +44,7 @@ class KeyIndex:
         signs: float32 [n], the signs of the rotation.
         num_bytes: memory the index takes.
         pinned: whether all of it is registered with CUDA; if not, `pin_reason` says why.
+        versions: int64 [P], another number each time a page was written; 0 for one that never was.
 
     With 16 bits the arrays have no elements and every ``append`` returns at once. Appending to distinct
     (page, layer) pairs from several threads is safe.
@@ -85,6 +87,8 @@ class KeyIndex:
         self.pin_reason = next((slab.pin_reason for slab in self._slabs if slab.pin_reason), "")
         arrays = [slab.tensor(*shape).numpy() for slab, shape in zip(self._slabs, shapes)]
         self.codes, self.row_scales, self.mean_codes, self.page_scales = arrays
+        self.versions = np.zeros(pages, dtype=np.int64)
+        self._writes = itertools.count(1)  # next() is one operation of the interpreter
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -149,6 +153,12 @@ class KeyIndex:
         for job in jobs:
             job.result()
 
+    def copy_pages(self, other: KeyIndex, layer: int, pages: slice, into: slice) -> None:
+        """Take over a layer's codes of another index of the same layout and bits, of ``pages`` there."""
+        for mine, theirs in zip(self.arrays, other.arrays, strict=True):
+            mine[layer, into] = theirs[layer, pages]
+        self.versions[into] = next(self._writes)
+
     def close(self) -> None:
         """Give the memory back. Closing twice is allowed."""
         if not self._slabs[0].closed:
@@ -184,15 +194,17 @@ class KeyIndex:
                 *(pages, first, last, *layers),
                 self.num_threads,
             )
-            return
-        encode_span(
-            as_numpy(self.pool.rows),
-            layers,
-            pages,
-            first,
-            last,
-            self.kind,
-            self.bits,
-            self.signs,
-            *self.arrays,
-        )
+        else:
+            encode_span(
+                as_numpy(self.pool.rows),
+                layers,
+                pages,
+                first,
+                last,
+                self.kind,
+                self.bits,
+                self.signs,
+                *self.arrays,
+            )
+        size = self.pool.layout.page_size
+        self.versions[pages[first // size : -(-last // size)]] = next(self._writes)

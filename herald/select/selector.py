@@ -34,6 +34,7 @@ class Selector:
         isa: instruction set: ``"auto"``, or for native one of ``herald._native.scan_isas()``, for numba
             ``"vnni"`` or ``"float"``.
         device: scores a share of the layers, where it can (`DeviceScan`); None for the CPU alone.
+        device_bytes: of its memory, for layers of the index that need not cross the bus.
 
     Attributes:
         backend: ``"native"`` or ``"numba"``, what scans.
@@ -55,6 +56,7 @@ class Selector:
         backend: Backend = "auto",
         isa: str = "auto",
         device: torch.device | None = None,
+        device_bytes: int = 0,
     ) -> None:
         check(operator in ("max", "sum"), "operator", operator, "use 'max' or 'sum'")
         check(num_threads >= 0, "num_threads", num_threads, "use 0 for all cores")
@@ -91,7 +93,9 @@ class Selector:
         if device is not None:
             self.device_reason = _kept_from_device(index, device)
             if not self.device_reason:
-                self.device_scan = DeviceScan(self._native, index, device, self.isa)
+                self.device_scan = DeviceScan(
+                    self._native, index, device, self.isa, device_bytes=device_bytes
+                )
 
     def select(
         self,
@@ -138,9 +142,13 @@ class Selector:
         """The C++ kernels, and the device beside them."""
         assert self._native is not None
         index, claims, share = self.index, None, None
-        if self.device_scan is not None and self.device_scan.pays(job.page_ids, job.first, job.last):
+        scan = self.device_scan
+        if scan is not None and scan.pays(job.page_ids, job.first, job.last):
             claims = self._native.Claims(job.out.shape[0] * job.out.shape[1])
-            share = self.device_scan.start(job, claims)
+            share = scan.start(job, claims)
+            if scan.holds_index:
+                share.wait()
+                return
         try:
             self._native.select(
                 *(*index.arrays, index.signs, index.bits),

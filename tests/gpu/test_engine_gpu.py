@@ -150,12 +150,19 @@ def test_dense_and_sparse_give_memory_back() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_layers_scored_by_the_device_change_no_token(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two selections under way at a time and every layer up for grabs."""
+    """With two selections under way at a time and every layer up for grabs, or all on the device."""
     monkeypatch.setattr(device_scan, "LAYERS_LEFT", 0)
     prompts = [random_prompt(n, n) for n in (90, 170, 260, 300)]
     found = {}
-    for share in (False, True):
-        engine = make(OffloadConfig(kv_budget=0.2, index_bits=bits, scan_on_device=share, **SMALL))  # type: ignore[arg-type]
+    for share, held in [(False, 0), (True, 0), (True, 1 << 30)]:
+        offload = OffloadConfig(
+            kv_budget=0.2,
+            index_bits=bits,  # type: ignore[arg-type]
+            scan_on_device=share,
+            index_device_bytes=held,
+            **SMALL,
+        )
+        engine = make(offload)
         scans = []
 
         def every_selection(retriever: Retriever, store: HostStore, scans: list[Any] = scans) -> None:
@@ -164,10 +171,11 @@ def test_layers_scored_by_the_device_change_no_token(bits: int, monkeypatch: pyt
                 scans.append(store.selector.device_scan)
 
         engine.on_retriever = every_selection
-        found[share] = [tokens(run(engine, prompts, PARAMS)) for _ in range(3)]
-        assert [scan.layers > 0 for scan in scans] == [True] * share
+        found[share, held] = [tokens(run(engine, prompts, PARAMS)) for _ in range(3)]
+        assert [(scan.layers > 0, scan.holds_index) for scan in scans] == [(True, held > 0)] * share
         engine.close()
-    assert found[True] == found[False]
+    first, *others = found.values()
+    assert all(other == first for other in others)
 
 
 def test_hidden_states_on_the_host_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

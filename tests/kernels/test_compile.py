@@ -158,17 +158,26 @@ def test_score_rows(compiled: list[Any], operator: str, dtype: torch.dtype, head
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
-    ("size", "n", "width"), [(64, 128, 128), (24, 16, 48), (64, 64, 512), (256, 512, 2048)], ids=str
+    ("size", "n", "width", "paged"),
+    [
+        (64, 128, 128, False),
+        (64, 128, 128, True),
+        (24, 16, 48, True),
+        (64, 64, 512, False),
+        (256, 512, 2048, False),
+    ],
+    ids=str,
 )
-def test_score_codes(compiled: list[Any], size: int, n: int, width: int, bits: int) -> None:
+def test_score_codes(compiled: list[Any], size: int, n: int, width: int, bits: int, paged: bool) -> None:
     """Products of int8 run on the matrix units, and nothing of a score's rounding is left to the compiler."""
     codes = torch.zeros(3, 2, size, n * bits // 8, dtype=torch.uint8)
     row_scales, means = torch.zeros(3, 2, size), torch.zeros(3, 2, 2, n, dtype=torch.int8)
     query_codes, lead = torch.zeros(2, width, n, dtype=torch.int8), torch.zeros(2, width)
     starts = torch.zeros(2, 3, width, dtype=torch.int32 if bits == 8 else torch.float32)
-    span, keys = torch.zeros(3, dtype=torch.int32), torch.zeros(2 * 3 * size, dtype=torch.int32)
+    span, keys = torch.zeros(4, dtype=torch.int32), torch.zeros(2 * 3 * size, dtype=torch.int32)
     given = (means, torch.zeros(3, 2, 2), query_codes, lead, torch.zeros(2), span, starts, keys)
-    kernel_of("score_codes")(codes, None if bits == 8 else row_scales, *given)
+    table = torch.zeros(3, dtype=torch.int32) if paged else None
+    kernel_of("score_codes")(codes, None if bits == 8 else row_scales, *given, table)
     check(compiled, torch.int8, products=True)
     ptx = "".join(kernel.asm["ptx"] for kernel in compiled)
     assert re.search(r"mma\S*\.s32\.s8\.s8", ptx) and "div.full" not in ptx

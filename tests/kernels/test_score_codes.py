@@ -66,9 +66,28 @@ class Case:
             count = min(step, pages - first)
             held = torch.full_like(self.codes, 99)
             held[:count] = self.codes[first : first + count]
-            span = torch.tensor([first, count, stride], dtype=torch.int32, device=target.device)
+            span = torch.tensor([first, count, stride, 0], dtype=torch.int32, device=target.device)
             score_codes(held, *arguments[1:], span, self.starts(), keys)
         return keys.view(heads, stride)
+
+    def keys_by_table(self, target: Target, base: int) -> torch.Tensor:
+        """Keys [H, rows] where the pages lie in another order, ``base`` pages into a larger index."""
+        pages, heads, size, _ = self.codes.shape
+        order = torch.arange(pages, device=target.device).roll(pages // 2).flip(0)
+
+        def scattered(values: torch.Tensor | None) -> torch.Tensor | None:
+            if values is None:
+                return None
+            wider = values.new_full((base + pages + 2, *values.shape[1:]), 55)
+            wider[base + order] = values
+            return wider
+
+        codes, row_scales, means, scales, *queries = self.arguments()
+        keys = torch.full((heads * pages * size,), 77, dtype=torch.int32, device=target.device)
+        span = torch.tensor([0, pages, pages * size, base], dtype=torch.int32, device=target.device)
+        held = (scattered(codes), scattered(row_scales), scattered(means), scattered(scales))
+        score_codes(*held, *queries, span, self.starts(), keys, order.int())
+        return keys.view(heads, -1)
 
     def expected(self) -> np.ndarray:
         """Order keys by numpy, with the roundings that herald/select/scan.py asks for."""
@@ -129,6 +148,15 @@ def test_pieces_write_their_rows_only(target: Target, bits: int, pieces: int) ->
 
 
 @pytest.mark.parametrize("target", TARGETS, indirect=True)
+@pytest.mark.parametrize("shape", CASES[2:4], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_pages_where_a_table_says(target: Target, bits: int, shape: tuple[int, ...]) -> None:
+    case = Case(target, shape, bits)  # type: ignore[arg-type]
+    for base in (0, 3):
+        assert torch.equal(case.keys_by_table(target, base), case.keys(target))
+
+
+@pytest.mark.parametrize("target", TARGETS, indirect=True)
 def test_pages_without_scale_and_queries_that_do_not_count(target: Target) -> None:
     """A page of zeros has unit 0: all its scores are 0. Without a query that counts, scores are far below."""
     case = Case(target, CASES[1])
@@ -151,7 +179,7 @@ def test_shapes_are_checked() -> None:
             case.arguments(),
             strict=True,
         ),
-        span=torch.tensor([0, 3, 192], dtype=torch.int32),
+        span=torch.tensor([0, 3, 192, 0], dtype=torch.int32),
         starts=case.starts(),
         keys=torch.zeros(2 * 192, dtype=torch.int32),
     )
@@ -159,6 +187,8 @@ def test_shapes_are_checked() -> None:
     for name, wrong, problem in [
         ("lead", case.lead[:1], "lead has shape"),
         ("span", torch.zeros(2, dtype=torch.int32), "span has shape"),
+        ("starts", torch.empty(2, 9, 128, dtype=torch.int32), "starts has room for 9 pages; use 3"),
+        ("table", torch.zeros(2, dtype=torch.int32), "table has shape"),
         ("starts", case.starts().float(), "starts has dtype torch.float32; use torch.int32"),
         ("keys", torch.zeros(4, 192, dtype=torch.int32)[::2].flatten()[::2], "keys must be contiguous"),
     ]:

@@ -115,6 +115,16 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(found) == ["plan"] and found["plan"]["context"] == 32768
 
 
+def test_an_index_on_the_gpu_takes_room_of_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = {"device_memory": 48 << 30, "host_memory": 512 << 30}
+    without = plan("sdar-8b", 32768, **memory)
+    held = probe_plan("sdar-8b", 32768, **memory, offload=OffloadConfig(index_device_bytes=16 << 30))
+    a_set = without["resident_bytes"] + without["staging_bytes"]
+    assert 0 <= without["device_batch"] - held.value["device_batch"] - (16 << 30) // a_set <= 1
+    assert held.value["dense_batch"] == without["dense_batch"]
+    assert any("key index on the GPU: 16.0 GiB" in line for line in held.text)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

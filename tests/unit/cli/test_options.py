@@ -69,6 +69,7 @@ def test_what_is_given_reaches_its_field() -> None:
         *("--no-offload", "--kv-budget", "0.1", "--index-bits", "4", "--lookahead-step", "2"),
         *("--lookahead", "late"),
         *("--on-late", "proceed", "--host-memory", "2GiB", "--transfer", "staged", "--num-threads", "3"),
+        *("--index-device-memory", "8GiB"),
         *("--max-model-len", "4096", "--max-num-seqs", "2"),
     )
     assert sampling_params(args) == SamplingParams(
@@ -92,6 +93,7 @@ def test_what_is_given_reaches_its_field() -> None:
         host_memory_bytes=2 << 30,
         transfer="staged",
         num_threads=3,
+        index_device_bytes=8 << 30,
     )
     assert engine_config(args) == EngineConfig(max_model_len=4096, max_num_seqs=2)
 

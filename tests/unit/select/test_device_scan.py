@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from herald.config import IndexBits
+from herald.errors import UsageError
 from herald.kvstore import HostPool, KeyIndex, RowLayout
 from herald.kvstore.native import find_native
 from herald.select import Selector, device_scan, driver
@@ -53,6 +54,11 @@ class Case:
     def selector(self, device: torch.device | None = None) -> Selector:
         return Selector(self.pool, self.index, num_threads=2, device=device)
 
+    def scan(self, device: str, held: int = 0) -> DeviceScan:
+        """One that keeps ``held`` layers of the index on the device."""
+        room = -(-self.index.num_bytes * held // LAYERS)
+        return DeviceScan(native, self.index, torch.device(device), "auto", least=0, device_bytes=room)
+
     def close(self) -> None:
         self.index.close()
         self.pool.close()
@@ -61,18 +67,21 @@ class Case:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("small_pieces", [False, True])
+@pytest.mark.parametrize("held", [0, 2, LAYERS])
 @pytest.mark.parametrize("shape", [(8, 16, 5, 12), (64, 128, 32, 40), (32, 64, 4, 9)], ids=str)
 def test_layers_of_the_device_are_those_of_the_cpu(
     device: str,
     bits: IndexBits,
     small_pieces: bool,
+    held: int,
     shape: tuple[int, int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if small_pieces:  # a layer is several pieces, and they are used again
         monkeypatch.setattr(device_scan, "PIECE_BYTES", 3 * HEADS * shape[0] * shape[1])
     case = Case(*shape, pin=device == "cuda", bits=bits)
-    scan = DeviceScan(native, case.index, torch.device(device), "auto", least=0)
+    scan = case.scan(device, held)
+    left = 0 if held == LAYERS else LAYERS_LEFT
     alone = case.selector()
     rows = shape[0] * shape[3]
     try:
@@ -82,13 +91,102 @@ def test_layers_of_the_device_are_those_of_the_cpu(
             job, claims = case.job(first, last, k), native.Claims(LAYERS * HEADS)
             share = scan.start(job, claims)
             share.wait()
-            assert share.layers == LAYERS - LAYERS_LEFT
-            assert (job.out[:LAYERS_LEFT] == -1).all()
-            assert np.array_equal(job.out[LAYERS_LEFT:], expected[LAYERS_LEFT:])
+            assert share.layers == LAYERS - left
+            assert (job.out[:left] == -1).all()
+            assert np.array_equal(job.out[left:], expected[left:])
     finally:
         scan.close()
         alone.close()
         case.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("held", [3, LAYERS])
+def test_layers_that_stay_follow_what_is_written(device: str, bits: IndexBits, held: int) -> None:
+    """Pages that fill up, that another request takes over, and all of them after memory was given back."""
+    case = Case(16, 32, 8, 30, pin=device == "cuda", bits=bits)
+    scan, alone = case.scan(device, held), case.selector()
+    left = 0 if held == LAYERS else LAYERS_LEFT
+    size, rng = 16, np.random.default_rng(3)
+
+    def check(last: int) -> int:
+        """Bytes that crossed for the index, after the same rows were chosen."""
+        expected = alone.select(case.pages, 0, last, 9, case.queries, case.lse, 0.3)
+        job = case.job(0, last, 9)
+        scan.start(job, native.Claims(LAYERS * HEADS)).wait()
+        assert np.array_equal(job.out[left:], expected[left:])
+        assert scan._memory is not None
+        return int((scan._memory.held_versions >= 0).sum())
+
+    try:
+        assert check(100) == 7
+        assert check(480) == 30
+        for page, start in [(5, 0), (5, 7), (29, 0), (0, 3)]:
+            pool_page = int(case.pages[page])
+            case.pool.rows[:, pool_page, :, start:] = torch.from_numpy(
+                rng.standard_normal(case.pool.rows[:, pool_page, :, start:].shape, dtype=np.float32)
+            )
+            case.index.append_span(case.pages, page * size + start, (page + 1) * size)
+            assert check(480) == 30
+        scan.let_go()
+        assert check(320) == 20
+    finally:
+        scan.close()
+        alone.close()
+        case.close()
+
+
+def test_what_stays_crosses_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(16, 32, 8, 30, pin=False)
+    scan = case.scan("cpu", LAYERS)
+    copied: list[int] = []
+    move = ctypes.memmove
+
+    def watch(to: int, source: int, count: int) -> None:
+        if case.index.codes.ctypes.data <= source < case.index.codes.ctypes.data + case.index.codes.nbytes:
+            copied.append(count)
+        move(to, source, count)
+
+    monkeypatch.setattr(driver.ctypes, "memmove", watch)
+    of_page = case.index.codes[0, 0].nbytes
+    for written, pages in [(None, 30), (None, 0), (18, 1), (None, 0)]:
+        copied.clear()
+        if written is not None:
+            case.index.append(0, written, 0, 16)
+        scan.start(case.job(0, 480, 9), native.Claims(LAYERS * HEADS)).wait()
+        assert sum(copied) == LAYERS * pages * of_page
+    scan.close()
+    case.close()
+
+
+def test_a_device_that_holds_the_index_leaves_the_cpu_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(16, 32, 8, 30, pin=False)
+    alone = case.selector()
+    held = Selector(
+        case.pool, case.index, num_threads=2, device=torch.device("cpu"), device_bytes=case.index.num_bytes
+    )
+    assert held.device_scan is not None and held.device_scan.holds_index
+    held.device_scan._least = 0
+    expected = alone.select(case.pages, 3, 470, 9, case.queries, case.lse, 0.3)
+    monkeypatch.setattr(native, "select", lambda *_: pytest.fail("the CPU scans"))
+    assert np.array_equal(held.select(case.pages, 3, 470, 9, case.queries, case.lse, 0.3), expected)
+    assert held.device_scan.layers == LAYERS
+    held.close()
+    alone.close()
+    case.close()
+
+
+def test_a_device_without_room_for_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(16, 32, 8, 30, pin=False)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(device_scan.torch, "zeros", full)
+    with pytest.raises(UsageError, match=r"no room for 5 layers of the key index \([\d,]+ bytes\)"):
+        case.scan("cpu", LAYERS)
+    case.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)

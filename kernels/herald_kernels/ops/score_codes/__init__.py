@@ -18,6 +18,7 @@ def score_codes(
     span: torch.Tensor,
     starts: torch.Tensor,
     keys: torch.Tensor,
+    table: torch.Tensor | None = None,
 ) -> None:
     """The largest score of every row over the queries of its KV head, as an order key.
 
@@ -27,20 +28,22 @@ def score_codes(
     serves every span.
 
     Args:
-        codes: uint8 [P, H, S, n] or [P, H, S, n / 2], room for P pages of S rows with 8 or 4 bits a
-            dimension; n a power of two. Its first pages are scored.
-        row_scales: float32 [N, H, S] with 4 bits, None with 8; of all pages of a request, as the next two.
+        codes: uint8 [P, H, S, n] or [P, H, S, n / 2], P pages of S rows with 8 or 4 bits a dimension; n a
+            power of two.
+        row_scales: float32 [N, H, S] with 4 bits, None with 8.
         mean_codes: int8 [N, H, 2, n], high and low level of each page's mean.
         page_scales: float32 [N, H, 2], the scale of the page's codes (8 bits) and of its mean.
         query_codes: int8 [H, W, n], W a multiple of 16.
         lead: float32 [H, W], least_lse - lse; -inf for a query that does not count.
         reach: float32 [H], query_scale times the softmax scale.
-        span: int32 [3] on the device: ``codes[i]`` are those of page ``span[0] + i`` of the request for
-            i < span[1], and a head's keys are span[2] apart. It is the caller's that span[1] <= P,
-            span[0] + span[1] <= N, (span[0] + span[1]) * S <= span[2] and H * span[2] <= K.
-        starts: int32 or float32 [H, P, W], scratch; float32 with 4 bits.
-        keys: int32 [K], of which those of the pages' rows are written: a head's page p at
+        span: int32 [4] on the device: first page of the request, how many, how far apart the keys of two
+            heads are, and what is added to the table's pages. It is the caller's that all of it fits.
+        starts: int32 or float32 [H, C, W], scratch; float32 with 4 bits. C is the most pages of a span.
+        keys: int32 [K], of which those of the pages' rows are written: a head's page p of the request at
             ``head * span[2] + p * S``.
+        table: int32 [C], where the pages of the request lie: page i has its codes, means and scales at
+            ``span[3] + table[i]`` (P = N). None: the codes of the span's pages stand at ``codes[0]`` and on,
+            means and scales of all the request's pages (N of them) in order.
 
     All contiguous, on one device.
 
@@ -49,7 +52,8 @@ def score_codes(
     """
     pages, heads, size, _ = codes.shape
     width, n = query_codes.shape[1:]
-    total = mean_codes.shape[0]
+    total = pages if table is not None else mean_codes.shape[0]
+    most = starts.shape[1]
     expected = {
         "codes": (codes, (pages, heads, size, n if row_scales is None else n // 2)),
         "mean_codes": (mean_codes, (total, heads, 2, n)),
@@ -57,10 +61,14 @@ def score_codes(
         "query_codes": (query_codes, (heads, width, n)),
         "lead": (lead, (heads, width)),
         "reach": (reach, (heads,)),
-        "span": (span, (3,)),
-        "starts": (starts, (heads, pages, width)),
+        "span": (span, (4,)),
+        "starts": (starts, (heads, most, width)),
         "keys": (keys, (keys.numel(),)),
     }
+    if table is not None:
+        expected["table"] = (table, (most,))
+    elif most > pages:
+        raise ValueError(f"starts has room for {most} pages; use {pages} at most, as codes have")
     if row_scales is not None:
         expected["row_scales"] = (row_scales, (total, heads, size))
     for name, (tensor, shape) in expected.items():
@@ -73,7 +81,7 @@ def score_codes(
     kind = torch.int32 if row_scales is None else torch.float32
     if starts.dtype != kind:
         raise ValueError(f"starts has dtype {starts.dtype}; use {kind}")
-    if pages:
+    if most:
         implementation("score_codes", codes.device.type)(
-            *(codes, row_scales, mean_codes, page_scales, query_codes, lead, reach, span, starts, keys)
+            *(codes, row_scales, mean_codes, page_scales, query_codes, lead, reach, span, starts, keys, table)
         )

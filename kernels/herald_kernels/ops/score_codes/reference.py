@@ -21,21 +21,26 @@ def score_codes(
     span: torch.Tensor,
     starts: torch.Tensor,
     keys: torch.Tensor,
+    table: torch.Tensor | None = None,
 ) -> None:
     """See `herald_kernels.score_codes`."""
     heads, size = codes.shape[1:3]
-    begin, count, stride = span.tolist()
+    begin, count, stride, base = span.tolist()
     by_head = keys[: heads * stride].view(heads, stride)
     # float32 holds every dot exactly: |sum| <= 127 * 127 * 1024 < 2 ** 24
     queries = query_codes.float().transpose(1, 2)
     for first in range(0, count, CHUNK_PAGES):
         last = min(first + CHUNK_PAGES, count)
-        pages = slice(begin + first, begin + last)
+        out = slice((begin + first) * size, (begin + last) * size)
+        held = torch.arange(first, last, device=codes.device)
+        pages = held + begin
+        if table is not None:
+            pages = held = table[pages].long() + base
         means = (mean_codes[pages].float() @ queries).double()
         dot = (128 * means[:, :, 0] + means[:, :, 1]).float()
         unit = (reach * page_scales[pages, :, 1]).unsqueeze(-1)
         shift = _fma(dot, unit, lead)
-        rows = _unpack(codes[first:last], row_scales is None)
+        rows = _unpack(codes[held], row_scales is None)
         dots = rows.float() @ queries
         if row_scales is None:
             unit = reach * page_scales[pages, :, 0]
@@ -49,7 +54,7 @@ def score_codes(
             scores = _fma(dots, unit.unsqueeze(-1), shift.unsqueeze(2))
             score = scores.nan_to_num(nan=float("-inf")).amax(3)
         found = _order_keys(score).transpose(0, 1).flatten(1)
-        by_head[:, pages.start * size : pages.stop * size] = found
+        by_head[:, out] = found
 
 
 def _unpack(codes: torch.Tensor, whole_bytes: bool) -> torch.Tensor:

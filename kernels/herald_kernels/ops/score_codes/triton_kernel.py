@@ -39,8 +39,8 @@ def _load_codes(base, first, limit, stride, column, N, COUNT: tl.constexpr, DIM:
 
 @triton.jit
 def _starts_kernel(
-    mean_codes, page_scales, query_codes, lead, reach, span, starts, capacity, heads, width, N,
-    PAGES: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
+    mean_codes, page_scales, query_codes, lead, reach, span, table, starts, most, heads, width, N,
+    PAGED: tl.constexpr, PAGES: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     FARTHEST: tl.constexpr = 1073741824.0
     head = tl.program_id(1)
@@ -51,7 +51,10 @@ def _starts_kernel(
     num_pages = tl.load(span + 1)
     if tl.program_id(0) * PAGES >= num_pages:
         return
-    block = (tl.load(span) + page).to(tl.int64) * heads + head
+    where = tl.load(span) + page
+    if PAGED:
+        where = tl.load(table + where, mask=page < num_pages, other=0) + tl.load(span + 3)
+    block = where.to(tl.int64) * heads + head
     inside = (page < num_pages)[:, None] & (d < N)[None, :]
     at = mean_codes + block[:, None] * (2 * N) + d[None, :]
     high = tl.load(at, mask=inside, other=0)
@@ -74,15 +77,15 @@ def _starts_kernel(
         start = _round_to_even(start).to(tl.int32)
     else:
         start = tl.where(start != start, float("-inf"), start)
-    to = starts + (head.to(tl.int64) * capacity + page[:, None]) * width + q[None, :]
+    to = starts + (head.to(tl.int64) * most + page[:, None]) * width + q[None, :]
     tl.store(to, start, mask=(page < num_pages)[:, None] & (q < width)[None, :])
 
 
 @triton.jit
 def _keys_kernel(
-    codes, row_scales, starts, page_scales, query_codes, reach, span, keys, capacity, heads, width, N, size,
-    PAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
+    codes, row_scales, starts, page_scales, query_codes, reach, span, table, keys, most, heads, width, N,
+    size, PAGED: tl.constexpr, PAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     LOWEST: tl.constexpr = -2147483648
     LEAST: tl.constexpr = float("-inf")
@@ -104,8 +107,13 @@ def _keys_kernel(
         page = tl.program_id(0) * PAGES + step // PARTS
         if page < num_pages:
             row = (step % PARTS) * ROWS
-            block = (first + page).to(tl.int64) * heads + head
-            held = page.to(tl.int64) * heads + head
+            where = first + page
+            held = page
+            if PAGED:
+                where = tl.load(table + where) + tl.load(span + 3)
+                held = where
+            block = where.to(tl.int64) * heads + head
+            held = held.to(tl.int64) * heads + head
             rows = _load_codes(codes + held * size * row_bytes, row, size, row_bytes, 0, row_bytes, ROWS, DIM)
             within = row + tl.arange(0, ROWS)
             largest = tl.full([ROWS], LOWEST, tl.int32)
@@ -123,7 +131,7 @@ def _keys_kernel(
                 if CHUNKS > 1:
                     query = tl.trans(_load_codes(queries, chunk * WIDTH, width, N, 0, row_bytes, WIDTH, DIM))
                 q = chunk * WIDTH + tl.arange(0, WIDTH)
-                of_page = starts + (head.to(tl.int64) * capacity + page) * width + q
+                of_page = starts + (head.to(tl.int64) * most + page) * width + q
                 dots = tl.dot(low, query, out_dtype=tl.int32)
                 if BITS == 8:
                     start = tl.load(of_page, mask=q < width, other=-1073741824)
@@ -157,20 +165,25 @@ def score_codes(
     span: torch.Tensor,
     starts: torch.Tensor,
     keys: torch.Tensor,
+    table: torch.Tensor | None = None,
 ) -> None:
     """See `herald_kernels.score_codes`."""
-    pages, heads, size, row_bytes = codes.shape
+    heads, size, row_bytes = codes.shape[1:]
     width, n = query_codes.shape[1:]
+    most = starts.shape[1]
     bits = 8 if row_scales is None else 4
     block = min(MAX_WIDTH, triton.next_power_of_2(width))
     chunks = triton.cdiv(width, block)
     rows = max(16, min(MAX_ROWS, triton.next_power_of_2(size)))
-    _starts_kernel[(triton.cdiv(pages, START_PAGES), heads, chunks)](
-        mean_codes, page_scales, query_codes, lead, reach, span, starts, pages, heads, width, n,
-        PAGES=START_PAGES, WIDTH=block, DIM=max(n, 32), BITS=bits, num_warps=4,
+    paged = table is not None
+    pages = table if table is not None else span
+    _starts_kernel[(triton.cdiv(most, START_PAGES), heads, chunks)](
+        mean_codes, page_scales, query_codes, lead, reach, span, pages, starts, most, heads, width, n,
+        PAGED=paged, PAGES=START_PAGES, WIDTH=block, DIM=max(n, 32), BITS=bits, num_warps=4,
     )  # fmt: skip
-    _keys_kernel[(triton.cdiv(pages, PAGES), heads)](
+    _keys_kernel[(triton.cdiv(most, PAGES), heads)](
         codes, reach if row_scales is None else row_scales, starts, page_scales, query_codes, reach, span,
-        keys, pages, heads, width, n, size, PAGES=PAGES, ROWS=rows, PARTS=triton.cdiv(size, rows),
-        WIDTH=block, CHUNKS=chunks, DIM=max(row_bytes, 32), BITS=bits, num_warps=4,
+        pages, keys, most, heads, width, n, size, PAGED=paged, PAGES=PAGES, ROWS=rows,
+        PARTS=triton.cdiv(size, rows), WIDTH=block, CHUNKS=chunks, DIM=max(row_bytes, 32), BITS=bits,
+        num_warps=4,
     )  # fmt: skip
