@@ -16,6 +16,8 @@ import triton.language as tl
 START_PAGES = 32
 PAGES = 8
 MAX_ROWS, MAX_WIDTH = 64, 128
+# Tiles of rows under way, of rows up to WIDE bytes.
+STAGES, WIDE = 3, 128
 
 
 @triton.jit
@@ -85,7 +87,7 @@ def _starts_kernel(
 def _keys_kernel(
     codes, row_scales, starts, page_scales, query_codes, reach, span, table, keys, most, heads, width, N,
     size, PAGED: tl.constexpr, PAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     LOWEST: tl.constexpr = -2147483648
     LEAST: tl.constexpr = float("-inf")
@@ -94,7 +96,7 @@ def _keys_kernel(
     if tl.program_id(0) * PAGES >= num_pages:
         return
     first = tl.load(span)
-    stride = tl.load(span + 2).to(tl.int64)
+    stride, base = tl.load(span + 2).to(tl.int64), tl.load(span + 3)
     queries = query_codes + head.to(tl.int64) * width * N
     row_bytes = N * BITS // 8
     of_head = tl.load(reach + head)
@@ -103,55 +105,56 @@ def _keys_kernel(
     upper = query
     if BITS == 4:
         upper = tl.trans(_load_codes(queries, 0, width, N, row_bytes, row_bytes, WIDTH, DIM))
-    for step in range(PAGES * PARTS):
+    # A bound instead of a condition, so that the next page is fetched while this one is multiplied.
+    pages_here = tl.minimum(PAGES, num_pages - tl.program_id(0) * PAGES)
+    for step in tl.range(0, pages_here * PARTS, num_stages=STAGES):
         page = tl.program_id(0) * PAGES + step // PARTS
-        if page < num_pages:
-            row = (step % PARTS) * ROWS
-            where = first + page
-            held = page
-            if PAGED:
-                where = tl.load(table + where) + tl.load(span + 3)
-                held = where
-            block = where.to(tl.int64) * heads + head
-            held = held.to(tl.int64) * heads + head
-            rows = _load_codes(codes + held * size * row_bytes, row, size, row_bytes, 0, row_bytes, ROWS, DIM)
-            within = row + tl.arange(0, ROWS)
-            largest = tl.full([ROWS], LOWEST, tl.int32)
-            score = tl.full([ROWS], LEAST, tl.float32)
+        row = (step % PARTS) * ROWS
+        where = first + page
+        held = page
+        if PAGED:
+            where = base + tl.load(table + where)
+            held = where
+        block = where.to(tl.int64) * heads + head
+        held = held.to(tl.int64) * heads + head
+        rows = _load_codes(codes + held * size * row_bytes, row, size, row_bytes, 0, row_bytes, ROWS, DIM)
+        within = row + tl.arange(0, ROWS)
+        largest = tl.full([ROWS], LOWEST, tl.int32)
+        score = tl.full([ROWS], LEAST, tl.float32)
+        if BITS == 8:
+            low = rows.to(tl.int8, bitcast=True)
+            unit = tl.full([ROWS], 0.0, tl.float32) + of_head * tl.load(page_scales + 2 * block)
+            high = low
+        else:
+            low = (rows & 15).to(tl.int8) - 8
+            high = (rows >> 4).to(tl.int8) - 8
+            scale = tl.load(row_scales + block * size + within, mask=within < size, other=0.0)
+            unit = of_head * scale
+        for chunk in tl.static_range(CHUNKS):
+            if CHUNKS > 1:
+                query = tl.trans(_load_codes(queries, chunk * WIDTH, width, N, 0, row_bytes, WIDTH, DIM))
+            q = chunk * WIDTH + tl.arange(0, WIDTH)
+            of_page = starts + (head.to(tl.int64) * most + page) * width + q
+            dots = tl.dot(low, query, out_dtype=tl.int32)
             if BITS == 8:
-                low = rows.to(tl.int8, bitcast=True)
-                unit = tl.full([ROWS], 0.0, tl.float32) + of_head * tl.load(page_scales + 2 * block)
-                high = low
+                start = tl.load(of_page, mask=q < width, other=-1073741824)
+                largest = tl.maximum(largest, tl.max(dots + start[None, :], 1))
             else:
-                low = (rows & 15).to(tl.int8) - 8
-                high = (rows >> 4).to(tl.int8) - 8
-                scale = tl.load(row_scales + block * size + within, mask=within < size, other=0.0)
-                unit = of_head * scale
-            for chunk in tl.static_range(CHUNKS):
                 if CHUNKS > 1:
-                    query = tl.trans(_load_codes(queries, chunk * WIDTH, width, N, 0, row_bytes, WIDTH, DIM))
-                q = chunk * WIDTH + tl.arange(0, WIDTH)
-                of_page = starts + (head.to(tl.int64) * most + page) * width + q
-                dots = tl.dot(low, query, out_dtype=tl.int32)
-                if BITS == 8:
-                    start = tl.load(of_page, mask=q < width, other=-1073741824)
-                    largest = tl.maximum(largest, tl.max(dots + start[None, :], 1))
-                else:
-                    if CHUNKS > 1:
-                        upper = tl.trans(
-                            _load_codes(queries, chunk * WIDTH, width, N, row_bytes, row_bytes, WIDTH, DIM)
-                        )
-                    dots = tl.dot(high, upper, dots, out_dtype=tl.int32)
-                    start = tl.load(of_page, mask=q < width, other=LEAST)
-                    product, shift = tl.broadcast(dots.to(tl.float32), start[None, :])
-                    by, _ = tl.broadcast(unit[:, None], product)
-                    score = tl.maximum(score, tl.max(tl.fma(product, by, shift), 1))
-            if BITS == 8:
-                score = largest.to(tl.float32) * unit
-            bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
-            key = tl.where(score != score, LOWEST, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-            to = keys + head.to(tl.int64) * stride + (first + page).to(tl.int64) * size + within
-            tl.store(to, key, mask=within < size)
+                    upper = tl.trans(
+                        _load_codes(queries, chunk * WIDTH, width, N, row_bytes, row_bytes, WIDTH, DIM)
+                    )
+                dots = tl.dot(high, upper, dots, out_dtype=tl.int32)
+                start = tl.load(of_page, mask=q < width, other=LEAST)
+                product, shift = tl.broadcast(dots.to(tl.float32), start[None, :])
+                by, _ = tl.broadcast(unit[:, None], product)
+                score = tl.maximum(score, tl.max(tl.fma(product, by, shift), 1))
+        if BITS == 8:
+            score = largest.to(tl.float32) * unit
+        bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+        key = tl.where(score != score, LOWEST, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+        to = keys + head.to(tl.int64) * stride + (first + page).to(tl.int64) * size + within
+        tl.store(to, key, mask=within < size)
 
 
 def score_codes(
@@ -185,5 +188,5 @@ def score_codes(
         codes, reach if row_scales is None else row_scales, starts, page_scales, query_codes, reach, span,
         pages, keys, most, heads, width, n, size, PAGED=paged, PAGES=PAGES, ROWS=rows,
         PARTS=triton.cdiv(size, rows), WIDTH=block, CHUNKS=chunks, DIM=max(row_bytes, 32), BITS=bits,
-        num_warps=4,
+        STAGES=STAGES if row_bytes <= WIDE else 1, num_warps=4,
     )  # fmt: skip
