@@ -69,6 +69,13 @@ class Share {
         return Begun();
     }
 
+    // The device holds none of the request's pages.
+    void ForgetPages() {
+        if (setup_.held.first_layer >= index_.layers) return;
+        const int32_t* pages = s_.page_ids + s_.first / index_.page_size;
+        for (int64_t i = 0; i < num_pages_; ++i) setup_.held.held[pages[i]] = -1;
+    }
+
   private:
     int64_t Depth() const { return static_cast<int64_t>(setup_.layers.size()); }
     int64_t Begun() const { return static_cast<int64_t>(begun_.size()); }
@@ -272,8 +279,10 @@ int64_t RunDeviceShare(const DriverCalls& calls, const DeviceSetup& setup, const
         return share.Take(claims, leave);
     } catch (...) {
         // The buffers' next user must not meet what is queued; of a device that is lost nothing comes back.
+        // Whether what was queued has been copied nobody knows.
         calls.drain(setup.copy_stream);
         calls.drain(setup.scan_stream);
+        share.ForgetPages();
         throw;
     }
 }

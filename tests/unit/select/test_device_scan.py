@@ -249,24 +249,29 @@ def test_an_error_of_the_device_reaches_the_caller(monkeypatch: pytest.MonkeyPat
         case.close()
 
 
+@pytest.mark.parametrize("held", [0, LAYERS])
 @pytest.mark.parametrize("lost", [False, True])
-def test_after_an_error_the_next_selection_gets_its_own(lost: bool) -> None:
+def test_after_an_error_the_next_selection_gets_its_own(lost: bool, held: int) -> None:
     """Every selection gets its error, however many there are; and its rows, once the device answers again."""
     case = Case(16, 32, 8, 30, pin=False)
-    scan = DeviceScan(native, case.index, torch.device("cpu"), "auto", least=0)
-    scan.warm_up()
+    scan = case.scan("cpu", held)
+    left = 0 if held else LAYERS_LEFT
+    scan.start(case.job(0, 480, 9), native.Claims(LAYERS * HEADS)).wait()
+    case.index.append(0, int(case.pages[4]), 0, 16)
     driver = driver_of(scan)
     driver.error = 719
     for _ in range(LAYERS_UNDER_WAY + 2):
         with pytest.raises(RuntimeError, match="CUDA error 719"):
             scan.start(case.job(0, 480, 9), native.Claims(LAYERS * HEADS)).wait()
+        assert scan._memory is not None
+        assert (scan._memory.held_versions == -1).all()
     if not lost:
         driver.error = 0
         alone, job = case.selector(), case.job(0, 480, 9)
         share = scan.start(job, native.Claims(LAYERS * HEADS))
         share.wait()
         expected = alone.select(case.pages, 0, 480, 9, case.queries, case.lse, 0.3)
-        assert np.array_equal(job.out[LAYERS_LEFT:], expected[LAYERS_LEFT:])
+        assert np.array_equal(job.out[left:], expected[left:])
         alone.close()
     scan.close()
     case.close()
