@@ -240,7 +240,7 @@ class Decoder:
             self.trace.add_forward(start, end, lanes)
         denoised = [part for part in step.parts if part.step >= 0]
         news: list[tuple[Part, int, list[int]]] = []
-        for part, (left, *tokens) in zip(denoised, rows, strict=True):
+        for part, (left, *reported) in zip(denoised, rows, strict=True):
             request = part.request
             request.unread -= 1
             request.counters.steps += not part.lead
@@ -248,7 +248,8 @@ class Decoder:
                 request.pace.saw(request.left, left)
                 request.committed = request.left - left
                 request.left = left
-            news.append((part, left, tokens))
+                request.reported = reported
+            news.append((part, left, [max(token, -1) for token in reported]))
         return news
 
     def release(self, request: Request) -> None:

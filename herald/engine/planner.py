@@ -15,6 +15,7 @@ from herald.engine.request import Phase, Request
 from herald.engine.resident import ResidentSet, SetUpdate
 from herald.engine.retriever import Retriever, Selection
 from herald.engine.selection_clock import SelectionClock, SelectionTimes
+from herald.engine.staleness import draft_of, draft_was_wrong, follows_many_commits
 from herald.engine.trace import Span, Trace
 from herald.errors import HeraldError, RetrievalFailed
 
@@ -101,6 +102,8 @@ class StepPlanner:
     def submitted(self, part: Part) -> None:
         """The selection of a part's queries was submitted."""
         selection = part.request.selection
+        if selection is not None and part.looks_ahead:
+            selection.draft = draft_of(part.request)
         if self.clock is not None and selection is not None:
             part.times = part.request.times = self.clock.submitted(selection)
 
@@ -193,11 +196,11 @@ class StepPlanner:
         """The step of the block from which one may again be more than denoising; see `Request`."""
         assert request.resident is not None
         config, selection = request.resident.config, request.selection
+        if self.retriever is not None and config.refresh_commits and not request.is_certain:
+            return 0
         if self.retriever is None or (selection is not None and selection.block > request.block):
             return max(request.block_length, request.whole)
         if captures or config.on_late == "proceed" or config.refresh_step:
-            return 0
-        if config.refresh_commits and not request.is_certain:
             return 0
         more = request.block < request.last_block
         if more and request.resident.needs_selection(request.prefix + request.block_length):
@@ -234,6 +237,8 @@ class StepPlanner:
     def _plan_own_selection(self, request: Request, table: BlockTable, plan: StepPlan) -> Part:
         """The block's lane, which only selects for the step that comes; what that takes is exposed."""
         assert request.resident is not None
+        if request.selection is not None:
+            self._give_up(request, request.selection)
         request.selected_in = (request.block, request.step)
         if request.waits_since is None:
             request.waits_since = time.perf_counter()
@@ -253,9 +258,10 @@ class StepPlanner:
         return selection.update.result()
 
     def _drop_missed(self, request: Request) -> None:
-        """Forget a selection for the block that ends, which came too late or was to land in a later step."""
+        """Forget a selection for the block that ends, which came too late or was to land in a later step, and
+        a look-ahead that took too much of that block for other tokens."""
         selection = request.selection
-        if selection is None or selection.block > request.block:
+        if selection is None or (selection.block > request.block and not draft_was_wrong(request)):
             return
         assert request.resident is not None
         if request.resident.config.on_late == "wait" or selection.ready:
@@ -273,13 +279,10 @@ class StepPlanner:
     def _selects_first(self, request: Request) -> bool:
         """Whether the step has to wait for rows that its own queries choose (``refresh_commits``)."""
         assert request.resident is not None
-        share = request.resident.config.refresh_commits
-        if self.retriever is None or not share or request.is_certain or request.selection is not None:
+        selection = request.selection
+        if self.retriever is None or (selection is not None and selection.block == request.block):
             return False
-        if request.step == 0 or request.selected_in == (request.block, request.step):
-            return False
-        many = request.committed >= share * request.block_length
-        return many and request.resident.needs_selection(request.prefix)
+        return follows_many_commits(request) and request.resident.needs_selection(request.prefix)
 
     def _refresh_lands(self, request: Request) -> bool:
         """Whether a refresh is due in the next step."""
@@ -306,7 +309,8 @@ class StepPlanner:
 
     def _give_up(self, request: Request, selection: Selection) -> None:
         """Forget a selection whose block is over; its rows may still be on the way."""
-        request.missed.append(selection)
+        selection.given_up.set()
+        request.missed = [missed for missed in request.missed if not missed.ready] + [selection]
         request.selection = None
         self._note_arrival(request, time.perf_counter())
 
@@ -366,7 +370,8 @@ class StepPlanner:
         assert request.resident is not None
         if request.left > 0:
             return self._refresh_lands(request)
-        return request.resident.config.on_late == "wait" and selection.block > request.block
+        waits = request.resident.config.on_late == "wait" and selection.block > request.block
+        return waits and not draft_was_wrong(request)
 
 
 def _add_lane(

@@ -57,7 +57,7 @@ class StepProgram:
 
     Attributes:
         inputs: int64 vector, written before each run (see `StepInputs`).
-        report: int64 [R, B + 1] after a run: masks left (-1 for non-finite logits), then the tokens, -1
+        report: int64 [R, B + 1] after a run: masks left (-1 for non-finite logits), then the tokens, below 0
             where masked. With ``shape.draws`` it is made by `commit` afterwards.
         rows_a_final: rows of a final lane over all layers and KV heads.
         final_rows: [F, layers, kv_heads, B, 2 * head_dim]; a run writes them to the arena too.

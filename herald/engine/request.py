@@ -85,6 +85,7 @@ class Request:
         missed: selections that were given up; their rows may still be on the way.
         selected_block: the last block whose selection was applied.
         committed: positions that the last step committed, where a threshold decides.
+        reported: tokens of the block after that step; where it left a mask, -1 - the draft's token.
         selected_in: (block, step) that selected last with its own queries before it committed.
         stored: the last job that stores or indexes rows of the request; a selection comes after it.
         store_error: what went wrong when rows were stored or indexed; the next selection raises it.
@@ -133,6 +134,7 @@ class Request:
     waits_since: float | None = None
     selected_block: int = -1
     committed: int = 0
+    reported: list[int] = field(default_factory=list)
     selected_in: tuple[int, int] = (-1, -1)
     pace: Pace = field(default_factory=Pace)
     selection: Selection | None = None

@@ -13,9 +13,9 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,8 @@ class Selection:
         update: the difference, once the rows are on their way.
         arrival: done once they are there, or something failed; who applies the update meets the error.
         own_rows_due: the finished block's own rows are still to be written (it is applied at a boundary).
+        given_up: set once nobody wants it; what of it has not begun by then is left out.
+        draft: of a look-ahead, see `staleness.draft_of`.
     """
 
     prefix: int
@@ -58,6 +60,8 @@ class Selection:
     update: Future[SetUpdate]
     arrival: Future[None]
     own_rows_due: bool
+    given_up: threading.Event
+    draft: list[int] = field(default_factory=list)
 
     @property
     def ready(self) -> bool:
@@ -198,23 +202,32 @@ class Retriever:
         prefix = request.prefix_of(block)
         source = (queries, lse)
         sent = self._sender.submit(self._send, source, after) if queries.is_cuda else None
-        worker = next(self._turns)
-        positions = worker.submit(self._choose, request, source, sent, request.stored, prefix, block)
-        return self._ask(request, positions, prefix, block, own_rows_due)
+        worker, given_up = next(self._turns), threading.Event()
+        positions = worker.submit(
+            self._choose, request, source, sent, request.stored, prefix, block, given_up
+        )
+        return self._ask(request, positions, prefix, block, own_rows_due, given_up)
 
     def rebase(self, request: Request, selection: Selection) -> Selection:
         """Compute the difference of a late selection anew, against the set as it is now."""
-        return self._ask(request, selection.positions, selection.prefix, selection.block, False)
+        again = (selection.positions, selection.prefix, selection.block)
+        return self._ask(request, *again, False, selection.given_up)
 
     def _ask(
-        self, request: Request, positions: Future[np.ndarray], prefix: int, block: int, own_rows_due: bool
+        self,
+        request: Request,
+        positions: Future[np.ndarray],
+        prefix: int,
+        block: int,
+        own_rows_due: bool,
+        given_up: threading.Event,
     ) -> Selection:
         """Have the rows at ``positions`` brought."""
-        update = self._bringer.submit(self._bring, request, positions, prefix, own_rows_due)
+        update = self._bringer.submit(self._bring, request, positions, prefix, own_rows_due, given_up)
         # Asking a ticket costs a call of the driver: a thread waits for each in turn, and nobody asks.
         arrival = self._receiver.submit(_receive, update)
         arrival.add_done_callback(lambda _: self.arrived.set())
-        return Selection(prefix, block, positions, update, arrival, own_rows_due)
+        return Selection(prefix, block, positions, update, arrival, own_rows_due, given_up)
 
     def retire(self, request: Request) -> None:
         """Give back a request's pages and rows once nothing on its way can touch them any more."""
@@ -269,6 +282,7 @@ class Retriever:
         stored: Future[None] | None,
         prefix: int,
         block: int,
+        given_up: threading.Event,
     ) -> np.ndarray:
         """Choose rows with queries and lse, from ``source`` or where they were ``sent``."""
         buffers: tuple[torch.Tensor, ...] = ()
@@ -282,6 +296,8 @@ class Retriever:
                 raise request.store_error
             if self.delay is not None:
                 self.delay()
+            if given_up.is_set():
+                raise CancelledError
             return self._scan(request, buffers or source, prefix, block)
         finally:
             for buffer in buffers:
@@ -304,12 +320,19 @@ class Retriever:
         return positions
 
     def _bring(
-        self, request: Request, positions: Future[np.ndarray], prefix: int, own_rows_due: bool
+        self,
+        request: Request,
+        positions: Future[np.ndarray],
+        prefix: int,
+        own_rows_due: bool,
+        given_up: threading.Event,
     ) -> SetUpdate:
         """Difference against the resident set, and the transfer of what is missing."""
         resident = request.resident
         assert resident is not None and request.pages is not None
         chosen = positions.result()
+        if given_up.is_set():
+            raise CancelledError
         first, last, _ = resident.candidates(prefix)
         version, length, held = resident.snapshot()
         due = request.block_length if own_rows_due else 0

@@ -51,7 +51,7 @@ def commit(
 
     Returns:
         int64 [R, B + 1]. First the masks left, or -1 for a NaN confidence at a masked position; nothing of
-        such a row is committed. Then the token of each position, -1 where it is masked still.
+        such a row is committed. Then the token of each position, or -1 - ``best`` where it is masked still.
 
     Raises:
         ValueError: shapes or strides do not fit.

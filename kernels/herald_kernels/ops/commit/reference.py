@@ -41,4 +41,4 @@ def commit(
     masked[slots] = still_open
     draft[slots] = torch.where(still_open, best, after)
     status = torch.where(bad, -1, still_open.sum(1))
-    return torch.cat([status[:, None], after.masked_fill(still_open, -1)], dim=1)
+    return torch.cat([status[:, None], torch.where(still_open, -1 - best, after)], dim=1)

@@ -70,7 +70,7 @@ def _commit_kernel(
     out = report + row * (B + 1)
     status = tl.where(num_bad > 0, -1, left - tl.sum(chosen.to(tl.int32), 0))
     tl.store(out, status.to(tl.int64))
-    tl.store(out + 1 + i, tl.where(open_after, -1, after), mask=inside)
+    tl.store(out + 1 + i, tl.where(open_after, -1 - guess, after), mask=inside)
 
 
 def commit(

@@ -52,4 +52,4 @@ def commit_edits(
     edits[slots] = torch.where(may_edit[:, None], kept, edits[slots])
     left = still_open.sum(1)
     status = torch.where(bad, -1, torch.where(left > 0, left, goes_on.to(left.dtype)))
-    return torch.cat([status[:, None], after.masked_fill(still_open, -1)], dim=1)
+    return torch.cat([status[:, None], torch.where(still_open, -1 - best, after)], dim=1)

@@ -78,7 +78,7 @@ def _commit_edits_kernel(
     out = report + row * (B + 1)
     status = tl.where(num_open > 0, num_open, goes_on.to(tl.int32))
     tl.store(out, tl.where(num_bad > 0, -1, status).to(tl.int64))
-    tl.store(out + 1 + i, tl.where(open_after, -1, after), mask=inside)
+    tl.store(out + 1 + i, tl.where(open_after, -1 - guess, after), mask=inside)
 
 
 def commit_edits(
