@@ -308,11 +308,11 @@ class StepPlanner:
         self._apply(request, update, request.block)
 
     def _give_up(self, request: Request, selection: Selection) -> None:
-        """Forget a selection whose block is over; its rows may still be on the way."""
+        """Forget a selection that is no longer wanted; its rows may still be on the way."""
         selection.given_up.set()
         request.missed = [missed for missed in request.missed if not missed.ready] + [selection]
         request.selection = None
-        self._note_arrival(request, time.perf_counter())
+        self._note_arrival(request, selection.arrived_at)
 
     def _note_arrival(self, request: Request, at: float | None) -> None:
         if self.clock is not None and request.times is not None:

@@ -68,6 +68,16 @@ class Selection:
         """Rows have arrived (or the selection failed)."""
         return self.arrival.done()
 
+    @property
+    def arrived_at(self) -> float | None:
+        """When its rows arrived, on the clock of `time.perf_counter`: now if they have not, None where no row
+        had to travel."""
+        if not self.ready or self.arrival.exception() is not None:
+            return time.perf_counter()
+        ticket = self.update.result().ticket
+        span = None if ticket is None else ticket.span
+        return None if span is None else span[1]
+
 
 class Retriever:
     """CPU side of offloading for all requests of an engine.

@@ -22,12 +22,14 @@ class SelectionTimes:
         free: the selection before it was chosen, 0 if there was none.
         chosen: its rows are known.
         arrived: they are on the device.
+        void: it was given up before it began, or failed: it says nothing of what a selection takes.
     """
 
     asked: float | None = None
     free: float = 0.0
     chosen: float | None = None
     arrived: float | None = None
+    void: bool = False
 
 
 class SelectionClock:
@@ -61,10 +63,13 @@ class SelectionClock:
         times = SelectionTimes()
         self._queue.append(times)
 
-        def chosen(_: Future[np.ndarray]) -> None:
+        def chosen(positions: Future[np.ndarray]) -> None:
             with self._lock:  # a selecting thread, of which there may be several
-                times.free, self._free = self._free, time.perf_counter()
-                times.chosen = self._free
+                now = time.perf_counter()
+                times.void = positions.exception() is not None
+                if not times.void:
+                    times.free, self._free = self._free, now
+                times.chosen = now
 
         selection.positions.add_done_callback(chosen)
         return times
@@ -80,7 +85,7 @@ class SelectionClock:
         self._tell(times)
 
     def _tell(self, times: SelectionTimes) -> None:
-        if times.asked is None or times.chosen is None or times.arrived is None:
+        if times.void or times.asked is None or times.chosen is None or times.arrived is None:
             return
         began = max(times.asked, times.free)
         seconds = (max(times.chosen - began, 0.0), max(times.arrived - times.chosen, 0.0))

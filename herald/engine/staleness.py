@@ -1,7 +1,7 @@
-"""When a set is too old for the step that comes: what it was chosen for is no longer what is to be found.
+"""When a set is too old for the step that comes: it was chosen for something else than is to be found now.
 
-Both rules hold a request that decodes with a confidence threshold to ``refresh_commits``, a share of its block's
-positions. Where the number of commits is known, blocks lose their masks slowly and no report is waited for.
+Both rules go by ``refresh_commits``, a share of a block's positions, and are for requests that decode with a
+confidence threshold: those with a fixed number of commits a step do not wait for reports.
 """
 
 from __future__ import annotations

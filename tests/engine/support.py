@@ -70,3 +70,20 @@ def check_resident_rows(engine: Engine, requests: list[Request]) -> int:
             assert found.equal(expected), f"layer {layer} head {head}: a slot differs from the pool"
             compared += len(positions)
     return compared
+
+
+def leaks(engine: Engine) -> list[str]:
+    """What is still owned after every request ended."""
+    found = []
+    if engine.retriever is not None:
+        engine.retriever.drain()
+    if not engine.memory.arena.idle:
+        found.append("arena rows")
+    store = engine.memory.store
+    if store is not None:
+        pages = store.pool.allocator
+        if pages.num_free + len(engine.memory.prefixes) != pages.num_pages:
+            found.append("pages")
+        if max(map(pages.references, range(pages.num_pages))) > 1:
+            found.append("references")
+    return found

@@ -22,8 +22,7 @@ from herald.engine.reserve import reserve
 from herald.errors import EngineStopped, InvalidOption, PromptTooLong, QueueFull
 from herald.outputs import RequestOutput
 from tests.engine.conftest import DENSE, MakeEngine
-from tests.engine.support import random_prompt, run, tokens
-from tests.engine.test_offload import leaks
+from tests.engine.support import leaks, random_prompt, run, tokens
 
 SPARSE = OffloadConfig(kv_budget=0.2, sink_rows=2, recent_rows=8, min_resident_rows=16)
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True, confidence_threshold=None, denoising_steps=4)

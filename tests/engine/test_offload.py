@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from herald.config import OffloadConfig
-from herald.engine.engine import Engine
-from herald.engine.planner import Part, StepPlanner
 from herald.engine.request import Phase, Request
-from herald.engine.resident import ResidentSet, SetUpdate, set_size, staging_rows
+from herald.engine.resident import ResidentSet, set_size, staging_rows
 from herald.errors import (
     HostPoolTooSmall,
     InvalidOption,
@@ -25,7 +23,7 @@ from herald.errors import (
 from herald.kvstore import KeyIndex
 from herald.sampling_params import SamplingParams
 from tests.engine.conftest import DENSE, MakeEngine
-from tests.engine.support import check_resident_rows, random_prompt, run, tokens
+from tests.engine.support import check_resident_rows, leaks, random_prompt, run, tokens
 
 SMALL = {"sink_rows": 2, "recent_rows": 8, "min_resident_rows": 16}
 SPARSE = OffloadConfig(kv_budget=0.2, **SMALL)
@@ -121,124 +119,6 @@ def test_everything_selected_equals_dense(make_engine: MakeEngine) -> None:
         assert found == expected, bits
 
 
-@pytest.mark.parametrize("lag", [1, 2])
-def test_refresh_within_a_block(make_engine: MakeEngine, lag: int) -> None:
-    """A refresh changes the set at one fixed step, to true rows, however long its selection takes."""
-    slow = SamplingParams(max_tokens=44, ignore_eos=True, confidence_threshold=None, denoising_steps=8)
-    offload = OffloadConfig(kv_budget=0.2, refresh_step=1, refresh_lag=lag, lookahead_step=5, **SMALL)
-    prompts = [random_prompt(n, n) for n in (61, 150, 333)]
-
-    def decode(delay: float) -> list[list[int]]:
-        engine = make_engine("sdar_b8", offload)
-        engine.on_retriever = lambda retriever, store: setattr(retriever, "delay", lambda: time.sleep(delay))
-        compared: list[int] = []
-        requests = run(engine, prompts, slow, lambda live: compared.append(check_resident_rows(engine, live)))
-        assert sum(compared) > 10_000
-        assert not leaks(engine)
-        spans = [s for s in engine.trace.spans() if s.kind == "selection"]
-        assert len(spans) >= 2 * len({(s.request_id, s.block) for s in spans}) - 6  # refresh and look-ahead
-        return tokens(requests)
-
-    found = decode(0.0)
-    assert decode(0.01) == found
-    plain = make_engine("sdar_b8", OffloadConfig(kv_budget=0.2, lookahead_step=5, **SMALL))
-    assert tokens(run(plain, prompts, slow)) != found
-
-
-def test_refresh_of_everything_equals_dense(make_engine: MakeEngine) -> None:
-    prompts = [random_prompt(n, n) for n in (7, 64, 200)]
-    expected = tokens(run(make_engine("sdar_b8"), prompts, PARAMS))
-    offload = OffloadConfig(kv_budget=1.0, difference_only=False, refresh_step=1, refresh_lag=1, **SMALL)
-    assert tokens(run(make_engine("sdar_b8", offload), prompts, PARAMS)) == expected
-
-
-UNSURE = SamplingParams(max_tokens=44, ignore_eos=True, confidence_threshold=0.6, denoising_steps=8)
-
-
-def test_what_follows_many_commits_commits_with_its_own_rows(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``refresh_commits``: such a step runs when the rows are there that its own queries chose."""
-    offload = OffloadConfig(kv_budget=0.2, refresh_commits=0.25, lookahead_step=9, **SMALL)
-    engine = make_engine("sdar_b8", offload)
-    engine.on_retriever = lambda retriever, store: setattr(retriever, "delay", lambda: time.sleep(0.003))
-    order: list[tuple[str, int, int]] = []
-    many: list[tuple[int, int]] = []
-    apply, plan = StepPlanner._apply, StepPlanner._plan_request
-
-    def noting(planner: StepPlanner, request: Request, update: SetUpdate, block: int) -> None:
-        order.append(("rows", block, request.step if request.left else 0))
-        apply(planner, request, update, block)
-
-    def planning(planner: StepPlanner, request: Request, *rest: object) -> Part:
-        inside, committed = request.left > 0, request.committed
-        part = plan(planner, request, *rest)  # type: ignore[arg-type]
-        order.append(("asks" if part.step < 0 else "step", part.block, part.step))
-        if part.step > 0 and inside and committed >= 2:
-            many.append((part.block, part.step))
-        return part
-
-    monkeypatch.setattr(StepPlanner, "_apply", noting)
-    monkeypatch.setattr(StepPlanner, "_plan_request", planning)
-    compared: list[int] = []
-    (request,) = run(
-        engine,
-        [random_prompt(304, 3)],
-        UNSURE,
-        lambda live: compared.append(check_resident_rows(engine, live)),
-    )
-    assert len(request.output_ids) == 44 and not leaks(engine) and sum(compared) > 1000
-    steps = [entry for entry in order if entry[0] == "step" and entry[2] > 0]
-    assert 3 <= len(many) < len(steps)
-    for what, block, step in steps:
-        before = order[order.index((what, block, step)) - 1]
-        assert (before == ("rows", block, step)) == ((block, step) in many)
-
-
-def test_many_commits_change_nothing_where_every_row_is_there(make_engine: MakeEngine) -> None:
-    prompts = [random_prompt(n, n) for n in (7, 64, 200)]
-    expected = tokens(run(make_engine("sdar_b8"), prompts, UNSURE))
-    offload = OffloadConfig(kv_budget=1.0, difference_only=False, refresh_commits=0.1, **SMALL)
-    assert tokens(run(make_engine("sdar_b8", offload), prompts, UNSURE)) == expected
-
-
-def test_a_refresh_that_misses_its_block_is_dropped(make_engine: MakeEngine) -> None:
-    """With a threshold, blocks that end before the refresh lands select at their boundary, each of them."""
-    offload = OffloadConfig(kv_budget=0.2, refresh_step=1, refresh_lag=9, **SMALL)
-    engine = make_engine("sdar_b8", offload)
-    engine.on_retriever = lambda retriever, store: setattr(retriever, "delay", lambda: time.sleep(0.003))
-    unsure = SamplingParams(max_tokens=44, ignore_eos=True, confidence_threshold=1.0, denoising_steps=4)
-    requests = run(engine, [random_prompt(n, n) for n in (90, 300)], unsure)
-    for request in requests:
-        assert len(request.missed) > 2 and len(request.output_ids) == 44
-        assert request.counters.lookaheads == 0
-        assert request.counters.boundary_selections == request.counters.blocks - 1
-        assert request.counters.late_selections == 0
-    assert not leaks(engine)
-
-
-def test_a_refresh_that_leaves_no_lookahead_is_refused(make_engine: MakeEngine) -> None:
-    """A known number of steps has to have one after the refresh has landed."""
-    prompt = random_prompt(88, 1)  # whole blocks: the first one takes all steps too
-    for step, lag in ((1, 3), (3, 1), (2, 9)):
-        offload = OffloadConfig(kv_budget=0.2, refresh_step=step, refresh_lag=lag, **SMALL)
-        engine = make_engine("sdar_b8", offload)
-        with pytest.raises(
-            InvalidOption, match="a block of 4 steps; use a sum of at most 3, or refresh_step=0"
-        ):
-            engine.add_request(prompt, PARAMS)
-        assert not engine.has_work
-    fits = make_engine("sdar_b8", OffloadConfig(kv_budget=0.2, refresh_step=1, refresh_lag=2, **SMALL))
-    (request,) = run(fits, [prompt], PARAMS)
-    assert request.counters.lookaheads == request.counters.blocks - 1
-    dense = make_engine("sdar_b8", OffloadConfig(enabled=False, refresh_step=3, refresh_lag=9))
-    run(dense, [prompt], PARAMS)
-    with pytest.raises(
-        InvalidOption, match="a block of 2 steps; use refresh_step=0, or more denoising steps"
-    ):
-        fits.add_request(prompt, SamplingParams(max_tokens=8, confidence_threshold=None, denoising_steps=2))
-
-
 def test_sparse_differs_from_dense_when_starved(make_engine: MakeEngine) -> None:
     """The budget is real: with very few rows a random model's tokens change."""
     prompts = [random_prompt(400, n) for n in range(4)]
@@ -309,23 +189,6 @@ def test_block_length_of_a_request(make_engine: MakeEngine, folder: str) -> None
     assert tokens(run(make_engine(folder, OffloadConfig(kv_budget=1.0)), prompts, params)) == alone
     with pytest.raises(InvalidOption, match="page_size"):
         run(make_engine(folder, SPARSE), prompts[:1], SamplingParams(block_length=24))
-
-
-def leaks(engine: Engine) -> list[str]:
-    """What is still owned after every request ended."""
-    found = []
-    if engine.retriever is not None:
-        engine.retriever.drain()
-    if not engine.memory.arena.idle:
-        found.append("arena rows")
-    store = engine.memory.store
-    if store is not None:
-        pages = store.pool.allocator
-        if pages.num_free + len(engine.memory.prefixes) != pages.num_pages:
-            found.append("pages")
-        if max(map(pages.references, range(pages.num_pages))) > 1:
-            found.append("references")
-    return found
 
 
 @pytest.mark.parametrize("offload", [DENSE, SPARSE], ids=["dense", "sparse"])

@@ -20,8 +20,7 @@ from herald.errors import HostPoolTooSmall
 from herald.kvstore import PageAllocator
 from herald.sampling_params import SamplingParams
 from tests.engine.conftest import MakeEngine
-from tests.engine.support import check_resident_rows, random_prompt, run, tokens
-from tests.engine.test_offload import leaks
+from tests.engine.support import check_resident_rows, leaks, random_prompt, run, tokens
 
 SMALL: dict[str, Any] = {"sink_rows": 2, "recent_rows": 8, "min_resident_rows": 16}
 SPARSE = OffloadConfig(kv_budget=0.2, **SMALL)

@@ -19,8 +19,7 @@ from herald.outputs import RequestOutput
 from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
 from tests.engine.conftest import GOLDEN
-from tests.engine.support import random_prompt, run, tokens
-from tests.engine.test_offload import leaks
+from tests.engine.support import leaks, random_prompt, run, tokens
 
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 from tests.serve.support import CONFIG, Running, raw_post, serving

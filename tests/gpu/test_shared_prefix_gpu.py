@@ -19,8 +19,7 @@ from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
 from herald.transfer import cuda as cuda_transfer
 from tests.engine.conftest import GOLDEN
-from tests.engine.support import check_resident_rows, random_prompt, run, tokens
-from tests.engine.test_offload import leaks
+from tests.engine.support import check_resident_rows, leaks, random_prompt, run, tokens
 
 pytestmark = pytest.mark.gpu
 

@@ -74,7 +74,7 @@ def test_commits_what_the_definition_says(target: Target, block_length: int, win
         masked[slot, chosen] = False
         draft[slot] = torch.where(masked[slot], step.best[row], tokens[slot])
         assert int(report[row, 0]) == expected_status
-        assert torch.equal(report[row, 1:], tokens[slot].masked_fill(masked[slot], -1))
+        assert torch.equal(report[row, 1:], torch.where(masked[slot], -1 - draft[slot], tokens[slot]))
     # Slots that no row names are among those that must not have changed.
     assert torch.equal(step.tokens, tokens)
     assert torch.equal(step.masked, masked)

@@ -113,7 +113,7 @@ def test_does_what_the_definition_says(target: Target, block_length: int) -> Non
         masked[slot, chosen] = False
         draft[slot] = torch.where(masked[slot], step.best[row], tokens[slot])
         assert int(report[row, 0]) == status
-        assert torch.equal(report[row, 1:], tokens[slot].masked_fill(masked[slot], -1))
+        assert torch.equal(report[row, 1:], torch.where(masked[slot], -1 - draft[slot], tokens[slot]))
     for found, expected in zip(step.tables(), (tokens, masked, draft, edits), strict=True):
         assert torch.equal(found, expected)
 
