@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -144,7 +145,7 @@ def run_job(
             began = time.perf_counter()
             outputs = generate(llm, made, settings)
             cell = cell_of(made, outputs, time.perf_counter() - began)
-            cell["cost"]["lookahead_step"] = mean_lookahead_step(llm.engine.trace.spans())
+            cell["cost"] |= lookahead_steps(llm.engine.trace.spans())
             said(f"{job.key(task)}: {cell['score']:.1%} in {cell['seconds']:.0f} s")
             yield job.key(task), {**asdict(job), "task": task, **cell}
 
@@ -219,10 +220,21 @@ def cost_of(outputs: Sequence[RequestOutput]) -> dict[str, float]:
     }
 
 
-def mean_lookahead_step(spans: Sequence[Span]) -> float | None:
-    """Step of its block in which a look-ahead ran, on average; None without look-aheads."""
-    steps = [span.step for span in spans if span.lookahead]
-    return sum(steps) / len(steps) if steps else None
+def lookahead_steps(spans: Sequence[Span]) -> dict[str, Any]:
+    """When look-aheads ran: ``lookahead_step`` of its block and ``steps_after_lookahead`` that came after it,
+    on average (None without look-aheads), and ``lookaheads_by_step``, {step: how many}."""
+    last: dict[tuple[str, int], int] = {}
+    for span in spans:
+        block = span.request_id, span.block
+        last[block] = max(last.get(block, -1), span.step)
+    ran = [(span.step, last[span.request_id, span.block] - span.step) for span in spans if span.lookahead]
+    means = [sum(values) / len(ran) for values in zip(*ran)] or [None, None]
+    by_step = Counter(step for step, _ in ran)
+    return {
+        "lookahead_step": means[0],
+        "steps_after_lookahead": means[1],
+        "lookaheads_by_step": {str(step): by_step[step] for step in sorted(by_step)},
+    }
 
 
 def check(settings: Settings, jobs: Sequence[Job]) -> None:

@@ -298,6 +298,8 @@ class Decoder:
             rows, queries, lse = (
                 None if kept is None or not count else kept[:count].clone() for kept, count in sources
             )
+            if lse is not None:
+                self._leave_votes_to_masks(lse, parts)
             last = rows if lse is None else lse
             return Kept(rows, queries, lse, None if last is None else event_after(last))
         except Exception as error:  # no room on the device, say
@@ -305,6 +307,18 @@ class Decoder:
                 if part.final or part.captures >= 0:
                     part.request.error = retrieval_error(part.request, error)
             return Kept()
+
+    def _leave_votes_to_masks(self, lse: torch.Tensor, parts: list[Part]) -> None:
+        """Of a block that selects for its own steps to come, only what is masked now has a say.
+
+        Args:
+            lse: float32 [C, layers, B, heads], changed in place; infinite where a query does not count.
+        """
+        for votes, part in zip(lse, (part for part in parts if part.captures >= 0)):
+            if part.captures == part.block:
+                request = part.request
+                masked = self.table(request.block_length).masked[request.slot]
+                votes.masked_fill_(~masked.unsqueeze(1), float("inf"))
 
     def _keep(self, parts: list[Part], kept: Kept) -> None:
         """Final rows join their sets and go to the host pool, captured queries to the selector."""

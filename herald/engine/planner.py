@@ -277,7 +277,7 @@ class StepPlanner:
         return more and request.selection is None and request.resident.needs_selection(request.prefix)
 
     def _selects_first(self, request: Request) -> bool:
-        """Whether the step has to wait for rows that its own queries choose (``refresh_commits``)."""
+        """Whether the step has to wait for rows that its own queries choose, whatever else is under way."""
         assert request.resident is not None
         selection = request.selection
         if self.retriever is None or (selection is not None and selection.block == request.block):

@@ -6,15 +6,17 @@ import time
 from collections import defaultdict
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from herald.config import OffloadConfig
 from herald.engine.blocks import BlockTable
 from herald.engine.planner import Part, StepPlanner
 from herald.engine.request import Request
 from herald.engine.resident import SetUpdate
-from herald.engine.retriever import Selection
+from herald.engine.retriever import Retriever, Selection
 from herald.errors import InvalidOption
 from herald.sampling_params import SamplingParams
 from tests.engine.conftest import MakeEngine
@@ -117,7 +119,7 @@ def test_what_follows_many_commits_commits_with_its_own_rows(
 def test_a_block_whose_lookahead_saw_a_wrong_draft_selects_anew(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, context: str
 ) -> None:
-    """``refresh_commits``: its rows are used only where less than the share of the draft was wrong; the tokens
+    """``refresh_commits``: its rows are used only where less of the draft than the share was wrong. Tokens
     do not depend on how long a selection takes."""
     offload = OffloadConfig(kv_budget=0.2, refresh_commits=0.4, lookahead_context=context, **SMALL)
     prompts = [random_prompt(n, n) for n in (61, 150, 304)]
@@ -156,6 +158,41 @@ def test_a_block_whose_lookahead_saw_a_wrong_draft_selects_anew(
         return tokens(requests)
 
     assert decode(0.0) == decode(0.004)
+
+
+@pytest.mark.parametrize(
+    ("options", "params"),
+    [
+        ({"refresh_commits": 0.2}, UNSURE),
+        ({"refresh_step": 3, "refresh_lag": 1, "lookahead_step": 5}, replace(PARAMS, denoising_steps=8)),
+        ({"on_late": "proceed", "lookahead_step": 99}, replace(PARAMS, denoising_steps=8)),
+    ],
+    ids=["many commits", "refresh step", "proceed"],
+)
+def test_only_masks_select_for_steps_to_come(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], params: SamplingParams
+) -> None:
+    """What a block has committed has no say in its own selection; all of the next block has in a look-ahead."""
+    engine = make_engine("sdar_b8", OffloadConfig(kv_budget=0.2, **{**SMALL, **options}))
+    own: list[int] = []
+    select = Retriever.select
+
+    def noting(
+        retriever: Retriever, request: Request, queries: Any, lse: torch.Tensor, block: int, *rest: Any
+    ):
+        votes = lse.isfinite()
+        if block > request.block:
+            assert votes.all()
+        else:
+            masked = engine.decoder.table(request.block_length).masked[request.slot]
+            assert votes.equal(masked.view(1, -1, 1).expand_as(votes))
+            own.append(int(masked.sum()))
+        return select(retriever, request, queries, lse, block, *rest)
+
+    monkeypatch.setattr(Retriever, "select", noting)
+    requests = run(engine, [random_prompt(n, n) for n in (64, 304)], params)
+    assert all(len(request.output_ids) == 44 for request in requests)
+    assert len(own) > 4 and 0 < min(own) < 8
 
 
 def test_selections_that_were_given_up_are_forgotten(

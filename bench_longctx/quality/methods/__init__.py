@@ -12,6 +12,7 @@ from bench_longctx.quality.methods.own_queries import (
     LookaheadLate,
     LookaheadOne,
     LookaheadRefresh,
+    OwnHold,
     OwnStepZero,
 )
 from bench_longctx.quality.methods.page_bounds import Quest
@@ -24,6 +25,7 @@ ALL: tuple[Method, ...] = (
     Dense(),
     WindowSinks(),
     OwnStepZero(),
+    OwnHold(),
     Centre(),
     LookaheadOne(),
     LookaheadK(),

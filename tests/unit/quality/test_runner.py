@@ -15,6 +15,7 @@ import pytest
 from bench_longctx.quality import cells, run
 from bench_longctx.quality.cells import Job, Settings
 from bench_longctx.quality.report import Report, difference_of, table
+from herald.engine.trace import Span
 from herald.errors import InvalidOption, UsageError
 
 SMALL = ["--device", "cpu", "--lengths", "2048", "--budgets", "0.1", "--batch", "2"]
@@ -199,6 +200,36 @@ def test_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert sparse["cost"]["steps_per_block"] >= 1 and dense["cost"]["bytes_moved_per_block"] == 0
     assert len(sparse["answers"]) == 2 and "difference" in sparse
     assert "### 2048" in capsys.readouterr().out
+
+
+def test_when_lookaheads_ran():
+    def forwards(request: str, block: int, steps: int, ahead: int) -> list[Span]:
+        return [
+            Span("forward", 0.0, 1.0, request, block, step, lookahead=step == ahead)
+            for step in (-1, *range(steps))
+        ]
+
+    spans = [*forwards("a", 3, 8, 6), *forwards("a", 4, 2, 9), *forwards("b", 3, 4, 1), Span("prefill", 0, 1)]
+    assert cells.lookahead_steps(spans) == {
+        "lookahead_step": 3.5,
+        "steps_after_lookahead": 1.5,
+        "lookaheads_by_step": {"1": 1, "6": 1},
+    }
+    nothing = cells.lookahead_steps(forwards("a", 4, 2, 9))
+    assert nothing == {"lookahead_step": None, "steps_after_lookahead": None, "lookaheads_by_step": {}}
+
+
+def test_the_report_says_how_late_a_late_lookahead_ran(tmp_path: Path):
+    """With a fixed number of steps, all of which are there to hide a selection of a short prompt."""
+    path = tmp_path / "out.json"
+    given = [*SMALL, "--count", "1", "--methods", "lookahead_late", "--tasks", "json", "--json", str(path)]
+    assert run.run(run.parse([*given, "--denoising-steps", "8", "--max-tokens", "80"])) == 0
+    (cell,) = json.loads(path.read_text())["cells"].values()
+    cost = cell["cost"]
+    assert cost["blocks"] >= 5 and sum(cost["lookaheads_by_step"].values()) == cost["lookaheads"] >= 4
+    assert cost["lookahead_step"] + cost["steps_after_lookahead"] <= 7
+    assert all(1 <= int(step) <= 7 for step in cost["lookaheads_by_step"])
+    assert cost["steps_after_lookahead"] < 5  # after step 1, which looks ahead by default, come 6
 
 
 @pytest.mark.slow
