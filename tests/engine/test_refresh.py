@@ -172,7 +172,7 @@ def test_a_block_whose_lookahead_saw_a_wrong_draft_selects_anew(
 def test_only_masks_select_for_steps_to_come(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], params: SamplingParams
 ) -> None:
-    """What a block has committed has no say in its own selection; all of the next block has in a look-ahead."""
+    """What a block has committed has no say in its own selection; in a look-ahead all positions have."""
     engine = make_engine("sdar_b8", OffloadConfig(kv_budget=0.2, **{**SMALL, **options}))
     own: list[int] = []
     select = Retriever.select

@@ -6,8 +6,8 @@ the current one, over the draft of what is still masked, in step 1 or in a step 
 ends sooner falls back to its boundary. `lookahead_late` does so as late as the machine's own times let it:
 its scores are of a machine under the load that it has, and may differ from run to run.
 `lookahead_refresh` selects once more within a block, from the queries of its step 1, for the steps from 2 on;
-`lookahead_hold`, the engine's default, for a step that follows many commits, which waits for its rows, and for
-a block whose look-ahead saw a wrong draft; `own_hold` does that without look-aheads.
+`lookahead_hold`, the engine's default, for a step that follows many commits, which waits for its rows, and
+for a block whose look-ahead saw a wrong draft; `own_hold` does that without look-aheads.
 """
 
 from __future__ import annotations
