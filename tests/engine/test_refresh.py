@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import defaultdict
 from concurrent.futures import CancelledError
@@ -217,6 +218,30 @@ def test_selections_that_were_given_up_are_forgotten(
     asked = request.counters.forwards - request.counters.steps + request.counters.lookaheads
     assert len(scanned) <= asked + 1 - len(late)
     assert not leaks(engine)
+
+
+def test_races_with_selections_that_are_given_up(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random sleeps in the selector's and the transfer's threads change no token."""
+    prompts = [random_prompt(n, n) for n in (90, 170)]
+    engine = make_engine("sdar_b8", OffloadConfig(kv_budget=0.2, verify_transfers=True, **SMALL))
+    rng = random.Random(0)
+
+    def nap() -> None:
+        if rng.random() < 0.5:
+            time.sleep(rng.random() * 0.004)
+
+    expected = tokens(run(engine, prompts, UNSURE))
+    assert engine.retriever is not None and engine.memory.store is not None
+    engine.retriever.delay = nap
+    engine.memory.store.transfer.delay = nap
+    dropped = given_up(monkeypatch)
+    for trial in range(12):
+        assert tokens(run(engine, prompts, UNSURE)) == expected, trial
+    all_dropped = [selection for some in dropped.values() for selection in some]
+    begun = [s for s in all_dropped if s.positions.exception() is None]
+    assert 0 < len(begun) < len(all_dropped) and not leaks(engine)
 
 
 def test_proceed_waits_for_nothing_after_many_commits(make_engine: MakeEngine) -> None:

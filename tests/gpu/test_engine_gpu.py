@@ -121,6 +121,32 @@ def test_stretched_transfers_change_nothing() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("transfer", ["zero_copy", "staged"])
+def test_sets_chosen_anew_within_a_block(transfer: str) -> None:
+    """Steps wait for rows of their own queries, look-aheads are given up: the rows are the pool's, and late
+    copies change no token."""
+    prompts = [random_prompt(n, n) for n in (61, 150, 304)]
+    unsure = SamplingParams(max_tokens=44, ignore_eos=True, confidence_threshold=0.6, denoising_steps=8)
+    engine = make(OffloadConfig(kv_budget=0.2, transfer=transfer, verify_transfers=True, **SMALL))
+    compared: list[int] = []
+
+    def check(live) -> None:
+        torch.cuda.synchronize()
+        compared.append(check_resident_rows(engine, live))
+
+    requests = run(engine, prompts, unsure, check)
+    assert sum(compared) > 10_000
+    for request in requests:
+        counters = request.counters
+        assert counters.forwards > counters.steps + counters.boundary_selections
+    expected = tokens(requests)
+    assert engine.memory.store is not None
+    engine.memory.store.transfer.delay = lambda: torch.cuda._sleep(3_000_000)
+    for _ in range(4):
+        assert tokens(run(engine, prompts, unsure)) == expected
+    engine.close()
+
+
 def test_batch_does_not_matter() -> None:
     offload = OffloadConfig(kv_budget=0.2, **SMALL)
     prompts = [random_prompt(300, n) for n in range(4)]
