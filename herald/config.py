@@ -84,8 +84,8 @@ class OffloadConfig:
         refresh_lag: steps that selection and transfer of a refresh may take; the block waits for them then.
         refresh_commits: where a threshold decides: after a step that committed at least this share of its
             block's positions, the next one first selects with its own queries, in a forward more, and commits
-            when it has those rows; and a block whose look-ahead took that share of the block before for other
-            tokens selects anew at its begin. A look-ahead under way is given up for that, and the wait is
+            when it has those rows; and a block whose look-ahead took half that share of the block before for
+            other tokens selects anew at its begin. A look-ahead under way is given up for that; the wait is
             exposed. 0 for never; never with ``on_late="proceed"``, which waits for nothing. What is sure at
             once makes other rows wanted at once, and the next step may be as sure without them.
         on_late: ``"wait"`` for a selection that is not there when its block begins, or

@@ -291,8 +291,8 @@ def add_offload_options(parser: argparse.ArgumentParser) -> None:
         type=number,
         metavar="SHARE",
         help="with a threshold, a step that follows one which committed this share of the block's positions "
-        "first selects with its own queries, and so does a block whose look-ahead saw that much of the block "
-        f"before wrongly; 0 for never (default: {default.refresh_commits})",
+        "first selects with its own queries, and so does a block whose look-ahead saw half as much of the "
+        f"block before wrongly; 0 for never (default: {default.refresh_commits})",
     )
     add(
         "--lookahead",

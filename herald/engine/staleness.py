@@ -21,12 +21,15 @@ def follows_many_commits(request: Request) -> bool:
 
 
 def draft_was_wrong(request: Request) -> bool:
-    """Whether the look-ahead for the next block took the share of the finished block's tokens for others."""
+    """Whether the look-ahead for the next block took half the share of the finished block for other tokens.
+
+    Half of it: such a token is one that its queries missed, and one that misled them.
+    """
     few, selection = _share(request), request.selection
     if few == 0 or selection is None or selection.block <= request.block or not selection.draft:
         return False
     pairs = zip(selection.draft, request.reported, strict=True)
-    return sum(guess != token for guess, token in pairs) >= few
+    return 2 * sum(guess != token for guess, token in pairs) >= few
 
 
 def draft_of(request: Request) -> list[int]:

@@ -120,8 +120,8 @@ def test_what_follows_many_commits_commits_with_its_own_rows(
 def test_a_block_whose_lookahead_saw_a_wrong_draft_selects_anew(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, context: str
 ) -> None:
-    """``refresh_commits``: its rows are used only where less of the draft than the share was wrong. Tokens
-    do not depend on how long a selection takes."""
+    """``refresh_commits``: its rows are used only where less than half the share of the draft was wrong.
+    Tokens do not depend on how long a selection takes."""
     offload = OffloadConfig(kv_budget=0.2, refresh_commits=0.4, lookahead_context=context, **SMALL)
     prompts = [random_prompt(n, n) for n in (61, 150, 304)]
     drafts: dict[tuple[str, int], list[int]] = {}
@@ -154,7 +154,7 @@ def test_a_block_whose_lookahead_saw_a_wrong_draft_selects_anew(
             record.clear()
         requests = run(engine, prompts, UNSURE, lambda live: check_resident_rows(engine, live) and None)
         assert not leaks(engine)
-        assert {at for at, count in wrong.items() if count >= 0.4 * 8} == exposed & set(wrong)
+        assert {at for at, count in wrong.items() if count >= 0.2 * 8} == exposed & set(wrong)
         assert 0 < len(exposed & set(wrong)) < len(wrong) or context == "block"
         return tokens(requests)
 
