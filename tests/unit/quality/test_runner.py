@@ -68,7 +68,7 @@ def test_matrix():
     args = run.parse(["--methods", "page_bounds", "centre", "--index-bits", "8", "4", "--lengths", "8192"])
     assert len(run.jobs_of(args)) == 3 + 3 * 2
     default = run.parse([])
-    assert default.count == 100 and len(run.jobs_of(default)) == 3 * (1 + 11 * 3)
+    assert default.count == 100 and len(run.jobs_of(default)) == 3 * (1 + 12 * 3)
 
 
 def test_resume_runs_only_what_is_missing(ran: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
