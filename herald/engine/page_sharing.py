@@ -120,9 +120,7 @@ class PageSharing:
         assert self.prefixes is not None and request.pages is not None
         ended_well = request.error is None or isinstance(request.error, RequestAborted)
         first, last = self.prefixes.answer_span(request)
-        # The rows of an answer are what its own budget made of them: who asks for more must not get them.
-        poor = request.offload.kv_budget < self.store.config.kv_budget
-        if last <= first or not ended_well or poor or request.store_error is not None:
+        if last <= first or not ended_well or request.store_error is not None:
             return
         # Their codes were made block by block; whoever shares them gets those of whole pages, as prefill's.
         self.store.index.append_span(request.pages, first, last, executor=self._indexers)
