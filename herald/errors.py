@@ -65,6 +65,10 @@ class RetrievalFailed(HeraldError):
     """Prefilling a request, or storing, selecting or moving its rows failed; the cause is chained."""
 
 
+class StepFailed(HeraldError):
+    """A denoising step could not be launched, for want of memory say; the cause is chained."""
+
+
 class RequestAborted(HeraldError):
     """The request was aborted before it finished."""
 

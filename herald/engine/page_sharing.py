@@ -20,6 +20,7 @@ from herald.errors import RequestAborted
 from herald.kvstore.pages import page_runs
 from herald.select import BackgroundWorker
 from herald.transfer import Ticket
+from herald.transfer.streams import record_event
 
 
 class PageSharing:
@@ -97,11 +98,7 @@ class PageSharing:
         assert request.pages is not None
         pages, pool = request.pages[: len(request.shared)], self.store.pool.rows[layer]
         runs = [pool[int(pages[a]) : int(pages[a]) + b - a] for a, b in page_runs(pages)]
-        after = None
-        if rows.is_cuda:
-            after = torch.cuda.Event()
-            after.record()
-        return self.store.transfer.load_pages(runs, rows, after=after)
+        return self.store.transfer.load_pages(runs, rows, after=record_event(rows.device))
 
     def _share_prompt(self, request: Request) -> None:
         assert self.prefixes is not None

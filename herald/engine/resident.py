@@ -20,6 +20,7 @@ from herald.config import OffloadConfig
 from herald.engine.arena import DeviceArena
 from herald.select import Plan, SlotGeometry
 from herald.transfer import Ticket
+from herald.transfer.streams import record_event
 from herald_kernels import copy_rows
 
 
@@ -209,8 +210,7 @@ class ResidentSet:
         if positions.is_cuda:
             host = torch.empty(positions.shape, dtype=positions.dtype, pin_memory=True)
             host.copy_(positions, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
+            event = record_event(positions.device)
             positions = host
         self._first_copy = positions, event
 

@@ -183,8 +183,8 @@ class PrefixCache:
         """A whole prefix, with a reference to each page for the caller.
 
         Returns:
-            The pages of ``exact_keys`` and True, or as many as there are of the same tokens, those decoded with
-            the most rows, and False.
+            The pages of ``exact_keys`` and True, or as many as there are of the same tokens, decoded with the
+            most rows, and False.
         """
         with self._lock:
             exact = [self._by_exact[key] for key in exact_keys if key in self._by_exact]

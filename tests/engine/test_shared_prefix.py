@@ -245,7 +245,7 @@ def test_an_answer_of_a_smaller_budget_is_not_shared(make_engine: MakeEngine) ->
 
 
 def test_an_answer_is_not_for_those_who_ask_for_more_rows(make_engine: MakeEngine) -> None:
-    """A request's own budget above the engine's: it gets the rows that its budget would make, or a prefill's."""
+    """A request whose budget is above the engine's gets rows that its own makes, or a prefill."""
     engine = engine_of(make_engine, "sdar_b8", OffloadConfig(kv_budget=0.05, **SMALL))
     few = replace(PARAMS, max_tokens=200)
     all_rows = replace(few, kv_budget=1.0)
