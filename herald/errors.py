@@ -18,7 +18,15 @@ class HeraldError(Exception):
 
 
 class UsageError(HeraldError, ValueError):
-    """The caller passed something that can never work (exit code 2 on the command line)."""
+    """The caller passed something that can never work (exit code 2 on the command line).
+
+    Args:
+        field: the option or field at fault, where it is one.
+    """
+
+    def __init__(self, problem: str, remedy: str = "", field: str | None = None) -> None:
+        super().__init__(problem, remedy)
+        self.field = field
 
 
 class InvalidOption(UsageError):
