@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from herald.config import OffloadConfig, check
+from herald.decode import CanvasPolicy, DecodePolicy, policy_for
 from herald.errors import InvalidOption, PromptTooLong
 from herald.models import ModelConfig
 from herald.sampling_params import SamplingParams
@@ -66,6 +67,26 @@ def check_prompt(
         f"{remedy}, or {_allowing(needed, limit, config)}",
         "prompt" if room >= 1 else "max_tokens",
     )
+
+
+def output_room(config: ModelConfig, limit: int, prompt_tokens: int, params: SamplingParams) -> int:
+    """The largest ``max_tokens`` that a prompt leaves room for; below 1 where there is none.
+
+    Args:
+        limit: positions a request may use.
+        params: of the request, but for their ``max_tokens``.
+
+    Raises:
+        InvalidOption: the family does not know one of them.
+    """
+    policy, left = policy_for(config), limit - prompt_tokens
+    settled = policy.settle(replace(params, max_tokens=max(left, 1)))
+    if isinstance(policy, CanvasPolicy):
+        block = policy.plan(settled, config.block_length).block_length
+        return left // block * block
+    block = params.block_length or config.block_length
+    assert isinstance(policy, DecodePolicy)
+    return left // block * block if policy.blocks_from_prompt else limit // block * block - prompt_tokens
 
 
 def offload_for(config: ModelConfig, offload: OffloadConfig) -> OffloadConfig:

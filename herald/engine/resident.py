@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ def window_rows(config: OffloadConfig, block_length: int) -> int:
     return max(config.recent_rows, block_length)
 
 
+@lru_cache(maxsize=4096)
 def staging_rows(config: OffloadConfig, block_length: int, first_prefix: int, last_prefix: int) -> int:
     """Most rows that can arrive at once: at a block boundary, or within a block when a selection is late.
 

@@ -245,9 +245,11 @@ class PrefixCache:
             missing = count - pool.num_free
             if missing <= 0:
                 return True
-            if self.num_idle < missing:
+            going = self._oldest(missing) if self.num_idle >= missing else []
+            if len(going) < missing:
                 return False
-            return self._evict(missing) == missing
+            self._evict(going)
+            return True
 
     def pin(self, node: CachedPage) -> None:
         """Keep a page, and with it all before it, until `unpin`."""
@@ -299,26 +301,36 @@ class PrefixCache:
         return sum(self._pool().references(page) == 1 for page in self._pinned())
 
     def _may_leave(self, node: CachedPage) -> bool:
-        return node.children == 0 and node not in self._pins and self._pool().references(node.page) == 1
+        return node not in self._pins and self._pool().references(node.page) == 1
 
-    def _evict(self, count: int) -> int:
-        """Evict up to ``count`` pages; returns how many."""
+    def _oldest(self, count: int) -> list[CachedPage]:
+        """Up to ``count`` pages that may leave, in that order: each after all that follow it."""
         order = itertools.count()
-        leaves = [(node.used, next(order), node) for node in self._by_exact.values() if self._may_leave(node)]
+        children: dict[CachedPage, int] = {}
+        leaves = [
+            (node.used, next(order), node)
+            for node in self._by_exact.values()
+            if node.children == 0 and self._may_leave(node)
+        ]
         heapq.heapify(leaves)
-        gone: list[int] = []
-        while leaves and len(gone) < count:
+        going: list[CachedPage] = []
+        while leaves and len(going) < count:
             _, _, node = heapq.heappop(leaves)
-            gone.append(node.page)
+            going.append(node)
+            if (parent := node.parent) is not None:
+                left = children[parent] = children.get(parent, parent.children) - 1
+                if left == 0 and self._may_leave(parent):
+                    heapq.heappush(leaves, (parent.used, next(order), parent))
+        return going
+
+    def _evict(self, nodes: list[CachedPage]) -> None:
+        gone = [node.page for node in nodes]
+        for node in nodes:
             self._forget(node)
-            if node.parent is not None and self._may_leave(node.parent):
-                heapq.heappush(leaves, (node.parent.used, next(order), node.parent))
-        if gone:
-            self._pool().release(gone)
-            self._held[gone] = False
-            self.evicted_pages += len(gone)
-            self.version += 1
-        return len(gone)
+        self._pool().release(gone)
+        self._held[gone] = False
+        self.evicted_pages += len(gone)
+        self.version += 1
 
     def _forget(self, node: CachedPage) -> None:
         del self._by_exact[node.exact_key]

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from herald.config import check, check_kinds
 
-# Block length of canvases whose checkpoint names none, as on LLaDA's model cards.
-USUAL_BLOCK = 32
-
 
 @dataclass(frozen=True)
 class ServeConfig:
@@ -24,7 +21,7 @@ class ServeConfig:
         max_tokens: of a chat completion that does not say, cut to what the context leaves.
         max_kv_budget: largest ``kv_budget`` a request may ask for, 0 for the engine's own.
         max_block_length: block lengths that a request may ask for divide it, since each has memory of its own
-            on the device; 0 for the checkpoint's block length, or `USUAL_BLOCK` where it has none.
+            on the device; 0 for the checkpoint's block length, or 32 where it has none.
         max_denoising_steps: largest ``denoising_steps`` and ``max_post_steps`` of a request.
         keep_alive_seconds: between two comments on a stream that has nothing to say.
         drain_seconds: how long requests under way may go on after SIGTERM.

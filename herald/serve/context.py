@@ -11,9 +11,11 @@ from fastapi.responses import JSONResponse, Response
 from herald.async_llm import AsyncLLM
 from herald.engine.async_engine import Params, Prompt
 from herald.engine.generation import Generation
+from herald.engine.limits import output_room
+from herald.engine.reserve import USUAL_BLOCK
 from herald.sampling_params import SamplingParams
 from herald.serve.answers import Answer
-from herald.serve.config import USUAL_BLOCK, ServeConfig
+from herald.serve.config import ServeConfig
 from herald.serve.errors import ApiError, not_allowed, told_by
 from herald.serve.lifecycle import Lifecycle
 from herald.serve.protocol import SamplingFields
@@ -126,10 +128,9 @@ class ServeContext:
     def _within_context(self, params: SamplingParams) -> Callable[[int], SamplingParams]:
         """The options for a prompt of a length: as many new tokens as it leaves room for."""
         engine = self.llm.llm.engine
-        block = params.block_length or engine.model.config.block_length
-        whole = engine.max_model_len // block * block
 
         def for_prompt(tokens: int) -> SamplingParams:
-            return replace(params, max_tokens=max(min(params.max_tokens, whole - tokens), 1))
+            room = output_room(engine.model.config, engine.max_model_len, tokens, params)
+            return replace(params, max_tokens=max(min(params.max_tokens, room), 1))
 
         return for_prompt

@@ -138,6 +138,21 @@ def test_what_is_held_or_pinned_stays() -> None:
     assert owner.cache.make_room(6) and len(owner.cache) == 0
 
 
+def test_what_leads_to_a_page_in_use_stays() -> None:
+    """Somebody computed the whole prefix again and holds what follows: nothing before that can leave."""
+    owner = Owner(10)
+    owner.share("abc")
+    names, exact = owner.names("abcd")
+    held = owner.pool.allocate(4)
+    owner.cache.add(held, names, exact, [Made(SIZE)] * 4)
+    owner.share("xy")
+    assert owner.pool.num_free == 1 and len(owner.cache) == 6
+    assert not owner.cache.make_room(4) and len(owner.cache) == 6 and owner.cache.evicted_pages == 0
+    assert owner.cache.make_room(3) and owner.found("abcd") == 4 and owner.found("xy") == 0
+    owner.pool.release(held)
+    assert owner.cache.make_room(10) and not len(owner.cache)
+
+
 def test_moving_to_another_pool() -> None:
     owner = Owner(8)
     owner.share("abc")
