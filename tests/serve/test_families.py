@@ -1,4 +1,4 @@
-"""Every family is served: from its own defaults, with the options of diffusion, at the edge of the context."""
+"""Every family is served: by its own defaults, with options of diffusion, at the edge of the context."""
 
 from __future__ import annotations
 

@@ -165,9 +165,12 @@ def test_bad_json(server: Running, body: bytes) -> None:
 
 
 def test_paths_and_methods(server: Running) -> None:
-    assert server.get("/v1/nothing")[0] == 404 and server.get("/nothing")[1]["error"]["message"]
+    for path in ("/v1/nothing", "/nothing", "/v1/completions/", "/health/"):
+        status, answer = server.get(path)
+        assert status == 404 and answer["error"]["code"] == "no_such_path"
     status, answer = server.get("/v1/completions")
-    assert status == 405 and answer["error"]["type"] == "invalid_request_error"
+    assert status == 405 and answer["error"]["code"] == "method_not_allowed"
+    assert answer["error"]["message"] == "GET is not allowed here; use POST"
     assert server.post("/detokenize", {"tokens": [10**6]})[0] == 400
     assert server.post("/detokenize", {"tokens": [10**30]})[0] == 400
     assert server.post("/tokenize", {})[0] == 400
