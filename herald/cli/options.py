@@ -403,12 +403,7 @@ _Options = TypeVar("_Options")
 def build(
     kind: Callable[..., _Options], args: argparse.Namespace, names: dict[str, str], **more: Any
 ) -> _Options:
-    """The dataclass of the options given; what it refuses is reported by the option's name.
-
-    Args:
-        names: option -> field.
-        more: values of further fields.
-    """
+    """The dataclass of the options given (``names``: option -> field) and ``more``; it refuses by option."""
     given = {option: field for option, field in names.items() if hasattr(args, option)}
     try:
         return kind(**{field: getattr(args, option) for option, field in given.items()} | more)

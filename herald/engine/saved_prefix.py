@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from herald.config import is_number
 from herald.engine.reserve import grow_pool
 from herald.errors import HostPoolTooSmall, InvalidOption, PrefixDamaged, PrefixMismatch
 from herald.kvstore import CachedPage
@@ -136,7 +137,7 @@ def load_prefix(engine: Engine, folder: Path) -> LoadedPrefix:
     root = root_key(block)
     names = token_keys(root, saved.token_ids.tolist(), prefixes.page_size)
     own = saved.about.get("prefill") == [prefixes.plan.step, prefixes.plan.tail]
-    budget = float(saved.about.get("kv_budget", 1.0))
+    budget = saved.about.get("kv_budget", 1.0)
     made = [Made(piece if own else FREE_PIECE, budget) for piece in saved.pieces.tolist()]
     exact = exact_keys(root, names, made)
     last = prefixes.cache.find(exact[-1])
@@ -181,6 +182,9 @@ def _check(engine: Engine, saved: SavedPrefix) -> None:
             option = field in ("dtype", "block_length", "page_size")
             use = f"use {field}={theirs!r}" if option else "load the model that it was saved with"
             raise PrefixMismatch(f"{saved.folder} does not fit: {differs}", f"{use}, or save it again")
+    budget = saved.about.get("kv_budget", 1.0)
+    if not is_number(budget) or not 0 < budget <= 1:
+        raise PrefixDamaged(f"{saved.folder} has kv_budget={budget!r}", "save it again")
     size = engine.memory.layout.page_size
     if not len(saved.pieces) or len(saved.token_ids) != len(saved.pieces) * size:
         counts = f"{len(saved.token_ids)} tokens in {len(saved.pieces)} pages"
