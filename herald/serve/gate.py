@@ -68,20 +68,21 @@ class Gate:
             await send(message)
 
         try:
-            with self.lifecycle.under_way(guarded):
-                try:
-                    if guarded:
-                        self._open(headers)
-                        receive = await self._read(headers, receive)
+            try:
+                if guarded:
+                    self._open(headers)
+                    receive = await self._read(headers, receive)
+                    self.lifecycle.check_open()  # the body may have taken its time
+                with self.lifecycle.under_way(guarded):
                     await self.app(scope, receive, answer)
-                except Exception as error:
-                    if not isinstance(error, ApiError):
-                        logger.exception("request %s failed", name)
-                    if status:
-                        raise
-                    refusal = as_api_error(error)
-                    scope["state"]["error"] = refusal.code
-                    await _refuse(refusal, answer)
+            except Exception as error:
+                if not isinstance(error, ApiError):
+                    logger.exception("request %s failed", name)
+                if status:
+                    raise
+                refusal = as_api_error(error)
+                scope["state"]["error"] = refusal.code
+                await _refuse(refusal, answer)
         finally:
             if guarded:
                 self.count(scope["path"], status)
