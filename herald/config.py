@@ -20,7 +20,7 @@ TransferMode = Literal["auto", "zero_copy", "staged"]
 def check(ok: bool, field: str, value: object, remedy: str) -> None:
     """Raise `InvalidOption` naming ``field`` and ``value`` unless ``ok``."""
     if not ok:
-        raise InvalidOption(f"{field}={value!r} is not valid", remedy)
+        raise InvalidOption(f"{field}={value!r} is not valid", remedy, field)
 
 
 def is_whole(value: object) -> bool:
@@ -207,6 +207,7 @@ class OffloadConfig:
                 f"use a sum of at most {steps - 1}, or refresh_step=0"
                 if steps > 2
                 else "use refresh_step=0, or more denoising steps",
+                "denoising_steps",
             )
 
     def resident_rows(self, prefix_rows: int) -> int:

@@ -18,7 +18,15 @@ class HeraldError(Exception):
 
 
 class UsageError(HeraldError, ValueError):
-    """The caller passed something that can never work (exit code 2 on the command line)."""
+    """The caller passed something that can never work (exit code 2 on the command line).
+
+    Args:
+        field: the option or field at fault, where it is one.
+    """
+
+    def __init__(self, problem: str, remedy: str = "", field: str | None = None) -> None:
+        super().__init__(problem, remedy)
+        self.field = field
 
 
 class InvalidOption(UsageError):
@@ -63,6 +71,10 @@ class TransferCorrupted(HeraldError):
 
 class RetrievalFailed(HeraldError):
     """Prefilling a request, or storing, selecting or moving its rows failed; the cause is chained."""
+
+
+class StepFailed(HeraldError):
+    """A denoising step could not be launched, for want of memory say; the cause is chained."""
 
 
 class RequestAborted(HeraldError):

@@ -30,6 +30,7 @@ from herald.models import load_model, resolve_model
 from herald.outputs import PrefixStats, Progress, RequestOutput
 from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
+from herald.transfer.streams import current_device
 from herald_kernels import backend
 
 DTYPES = {
@@ -82,9 +83,10 @@ class LLM:
         )
         _check_environment(self.offload, target)
         self.path = resolve_model(str(model))
-        self.model = load_model(self.path, target, kind, block_length, mask_token_id, rope_scaling)
-        self.tokenizer = Tokenizer(self.path)
-        self.engine = make_engine(self.model, self.tokenizer, self.offload, self.engine_config, seed)
+        with current_device(target):
+            self.model = load_model(self.path, target, kind, block_length, mask_token_id, rope_scaling)
+            self.tokenizer = Tokenizer(self.path)
+            self.engine = make_engine(self.model, self.tokenizer, self.offload, self.engine_config, seed)
         self._ids = itertools.count()
         self._lock = threading.Lock()  # of the engine, all but `abort`
         self._holder: int | None = None  # thread that has it

@@ -66,7 +66,7 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # half of a surrogate pair, as JSON may spell it
             raise InvalidOption(
-                f"the prompt has a lone surrogate at character {error.start}", "pass valid Unicode"
+                f"the prompt has a lone surrogate at character {error.start}", "pass valid Unicode", "prompt"
             ) from None
         return list(self._require("encode text").encode(text, add_special_tokens=add_special_tokens))
 
@@ -95,7 +95,9 @@ class Tokenizer:
         hf = self._require("apply a chat template")
         if not self.has_chat_template:
             raise InvalidOption(
-                f"the model in {self.path} has no chat template", "pass a plain prompt, or use a chat model"
+                f"the model in {self.path} has no chat template",
+                "pass a plain prompt, or use a chat model",
+                "prompt",
             )
         try:
             text = hf.apply_chat_template(
@@ -106,6 +108,7 @@ class Tokenizer:
             raise InvalidOption(
                 f"the chat template refuses messages={reprlib.repr(messages)} ({error})",
                 "use [{'role': 'user', 'content': 'text'}, ...]",
+                "prompt",
             ) from error
         # the template writes the special tokens itself
         return self.encode(text)
@@ -113,7 +116,9 @@ class Tokenizer:
     def _require(self, purpose: str) -> Any:
         if not self.available:
             raise InvalidOption(
-                f"cannot {purpose}: {self.path} has no tokenizer", "pass token ids, or add a tokenizer.json"
+                f"cannot {purpose}: {self.path} has no tokenizer",
+                "pass token ids, or add a tokenizer.json",
+                "prompt",
             )
         return self._hf
 

@@ -41,6 +41,7 @@ def main() -> None:
         engine.close()
     result["machine"] = machine.describe()
     result["model"] = args.preset or args.model
+    result["torch_threads"] = torch.get_num_threads()
     print(json.dumps(result, indent=1))
     if args.json:
         path = Path(args.json)

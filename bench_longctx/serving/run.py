@@ -5,8 +5,9 @@
     python -m bench_longctx.serving.run --out load --plot-only
 
 GuideLLM (https://github.com/vllm-project/guidellm, 0.8 or newer) is a program of its own: ``pipx install
-guidellm``. It counts tokens with the tokenizer of ``--tokenizer``, a folder or a hub id. The dataset, its
-configuration and report, ``summary.json`` and ``latency.png`` are then in ``--out``.
+guidellm``. It counts tokens with the tokenizer of ``--tokenizer``, a folder or a hub id. Every rate gets
+documents of its own, which the server has not seen, so that all rates find equally much that is shared. In
+``--out`` are then a folder a rate with dataset, configuration and report, ``summary.json`` and a picture.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from bench_longctx import machine
 from bench_longctx.serving import dataset
 from bench_longctx.serving.report import draw, summary
 
 DATASET, CONFIG, REPORT = "requests.jsonl", "guidellm.json", "report.json"
+# Options that a figure depends on.
+KEPT = ("model", "profile", "documents", "questions", "bytes", "output_tokens", "order", "seed")
 
 
 def main() -> None:
@@ -29,8 +33,11 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.plot_only:
         _load(args)
-    found = summary(json.loads((args.out / REPORT).read_text("utf-8")))
-    (args.out / "summary.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    reports = [json.loads(path.read_text("utf-8")) for path in args.out.glob(f"*/{REPORT}")]
+    found = summary({"benchmarks": [each for report in reports for each in report["benchmarks"]]})
+    kept = {name: getattr(args, name) for name in KEPT}
+    whole = {"machine": machine.describe(), "options": kept, "rates": found}
+    (args.out / "summary.json").write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
     for row in found:
         first, latency = row["first_block_seconds"], row["latency_seconds"]
         print(
@@ -43,24 +50,28 @@ def main() -> None:
 
 
 def _load(args: argparse.Namespace) -> None:
-    """Make the dataset, and let GuideLLM send it at each rate."""
+    """For each rate make a dataset, and let GuideLLM send it."""
     tool = shutil.which(args.guidellm)
     if tool is None:
         raise SystemExit(
             f"{args.guidellm} is not there; run: pipx install guidellm, or name it by --guidellm"
         )
-    many = dataset.requests(
-        args.documents, args.questions, args.bytes, args.output_tokens, args.seed, args.order
-    )
-    lines = "".join(json.dumps(each) + "\n" for each in many)
-    (args.out / DATASET).write_text(lines, "utf-8")
-    (args.out / CONFIG).write_text(json.dumps(configuration(args, len(many)), indent=1), "utf-8")
-    command = [tool, "run", "--config", str(args.out / CONFIG), "--disable-progress"]
-    subprocess.run(command, check=True)
+    for number, rate in enumerate(args.rates):
+        folder = args.out / f"{rate:g}"
+        folder.mkdir(exist_ok=True)
+        seed = args.seed + number
+        sizes = (args.documents, args.questions, args.bytes, args.output_tokens)
+        many = dataset.requests(*sizes, seed, args.order)
+        lines = "".join(json.dumps(each) + "\n" for each in many)
+        (folder / DATASET).write_text(lines, "utf-8")
+        config = configuration(args, rate, folder, len(many))
+        (folder / CONFIG).write_text(json.dumps(config, indent=1), "utf-8")
+        command = [tool, "run", "--config", str(folder / CONFIG), "--disable-progress"]
+        subprocess.run(command, check=True)
 
 
-def configuration(args: argparse.Namespace, count: int) -> dict[str, Any]:
-    """What GuideLLM is told: every rate sends all requests once."""
+def configuration(args: argparse.Namespace, rate: float, folder: Path, count: int) -> dict[str, Any]:
+    """What GuideLLM is told: to send the ``count`` requests in ``folder`` once."""
     backend = {"kind": "openai_http", "target": args.target, "model": args.model}
     if args.api_key:
         backend["api_key"] = args.api_key
@@ -68,11 +79,11 @@ def configuration(args: argparse.Namespace, count: int) -> dict[str, Any]:
         "metadata": {"name": "herald-long-documents"},
         "spec": {
             "backend": {**backend, "request_format": "/v1/completions"},
-            "profile": {"kind": args.profile, "rate": args.rates},
-            "data": [{"kind": "json_file", "path": str(args.out / DATASET)}],
+            "profile": {"kind": args.profile, "rate": [rate]},
+            "data": [{"kind": "json_file", "path": str(folder / DATASET)}],
             "tokenizer": {"kind": "huggingface_auto", "model": args.tokenizer},
             "constraints": [{"kind": "max_requests", "count": count}],
-            "outputs": [{"kind": "json", "path": str(args.out / REPORT)}],
+            "outputs": [{"kind": "json", "path": str(folder / REPORT)}],
         },
     }
 

@@ -103,7 +103,7 @@ def read_items(source: Path, params: SamplingParams) -> Iterator[Item]:
         if not files:
             raise UsageError(f"--input {source} has no prompts", f"put files in it: *{', *'.join(SUFFIXES)}")
         for path in files:
-            yield Item(path.relative_to(source).as_posix(), read_prompt(str(path)), params)
+            yield Item(path.relative_to(source).as_posix(), read_prompt(str(path), "--input"), params)
         return
     try:
         lines = source.read_text(encoding="utf-8").splitlines()

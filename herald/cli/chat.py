@@ -105,7 +105,9 @@ class Conversation:
         name, _, rest = line.partition(" ")
         if name == "/file" and rest.strip():
             path = " ".join(shlex.split(rest)) if rest.strip()[0] in "\"'" else rest.strip()
-            text = read_prompt(path)
+            if path == "-":
+                raise UsageError("/file - would read the conversation", "name a file")
+            text = read_prompt(path, "/file")
             self._documents.append(text)
             self.out.print(f"{path}: {len(self.llm.tokenizer.encode(text)):,} tokens", style="dim")
         elif name == "/stats" and self._last is not None:

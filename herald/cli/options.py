@@ -398,39 +398,37 @@ _ENGINE = {
 }
 
 
-def _given(args: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
-    return {field: getattr(args, option) for option, field in names.items() if hasattr(args, option)}
-
-
 _Options = TypeVar("_Options")
 
 
-def _build(kind: Callable[..., _Options], args: argparse.Namespace, names: dict[str, str]) -> _Options:
-    """The dataclass of the options given; what it refuses is reported by the option's name."""
-    given = _given(args, names)
+def build(
+    kind: Callable[..., _Options], args: argparse.Namespace, names: dict[str, str], **more: Any
+) -> _Options:
+    """The dataclass of the options given (``names``: option -> field) and ``more``; it refuses by option."""
+    given = {option: field for option, field in names.items() if hasattr(args, option)}
     try:
-        return kind(**given)
+        return kind(**{field: getattr(args, option) for option, field in given.items()} | more)
     except InvalidOption as error:
-        for option, field in names.items():
-            if hasattr(args, option) and error.problem.startswith(f"{field}="):
-                named = error.problem.replace(field, f"--{option.replace('_', '-')}", 1)
-                raise InvalidOption(named, error.remedy) from error
-        raise
+        option = next((option for option, field in given.items() if field == error.field), None)
+        if option is None or error.field is None:
+            raise
+        named = error.problem.replace(error.field, f"--{option.replace('_', '-')}", 1)
+        raise InvalidOption(named, error.remedy, error.field) from error
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """`SamplingParams` of the options given; raises `InvalidOption`."""
-    return _build(SamplingParams, args, _SAMPLING)
+    return build(SamplingParams, args, _SAMPLING)
 
 
 def offload_config(args: argparse.Namespace) -> OffloadConfig:
     """`OffloadConfig` of the options given; raises `InvalidOption`."""
-    return _build(OffloadConfig, args, _OFFLOAD)
+    return build(OffloadConfig, args, _OFFLOAD)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """`EngineConfig` of the options given; raises `InvalidOption`."""
-    return _build(EngineConfig, args, _ENGINE)
+    return build(EngineConfig, args, _ENGINE)
 
 
 def open_model(args: argparse.Namespace, offload: OffloadConfig, engine: EngineConfig) -> LLM:

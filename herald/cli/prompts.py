@@ -47,21 +47,24 @@ def _check_argument(text: str) -> None:
         raise UsageError(f"--prompt is not valid UTF-8 at byte {offset}", "convert it to UTF-8") from None
 
 
-def read_prompt(name: str) -> str:
-    """Text of a prompt file (``-``: standard input) without byte-order mark and last newline."""
+def read_prompt(name: str, option: str = "--prompt-file") -> str:
+    """Text of a prompt file (``-``: standard input) without byte-order mark and last newline.
+
+    Args:
+        option: by which it was named.
+
+    Raises:
+        UsageError: it cannot be read, or is empty.
+    """
     label = "standard input" if name == "-" else name
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except FileNotFoundError:
-        raise UsageError(
-            f"--prompt-file {name!r} does not exist", "check the path, or use - for stdin"
-        ) from None
+        raise UsageError(f"{option} {name!r} does not exist", "check the path") from None
     except IsADirectoryError:
-        raise UsageError(f"--prompt-file {name!r} is a folder", "name a text file in it") from None
+        raise UsageError(f"{option} {name!r} is a folder", "name a text file in it") from None
     except OSError as error:
-        raise UsageError(
-            f"--prompt-file {name!r} cannot be read: {error.strerror}", "check the path"
-        ) from None
+        raise UsageError(f"{option} {name!r} cannot be read: {error.strerror}", "check the path") from None
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from herald.cli.options import (
     add_model_options,
     add_offload_options,
+    build,
     engine_config,
     number,
     offload_config,
@@ -20,7 +21,7 @@ from herald.cli.options import (
     whole,
 )
 from herald.config import EngineConfig, OffloadConfig
-from herald.errors import InvalidOption, UsageError
+from herald.errors import UsageError
 from herald.serve.config import ServeConfig
 
 if TYPE_CHECKING:
@@ -34,11 +35,14 @@ _FIELDS = {
     "host": "host",
     "port": "port",
     "served_model_name": "served_model_names",
+    "api_key": "api_keys",
     "max_waiting": "max_waiting",
     "max_body": "max_body_bytes",
     "max_choices": "max_choices",
     "default_max_tokens": "max_tokens",
     "max_kv_budget": "max_kv_budget",
+    "max_block_length": "max_block_length",
+    "max_denoising_steps": "max_denoising_steps",
     "keep_alive": "keep_alive_seconds",
     "drain_seconds": "drain_seconds",
     "watchdog_seconds": "watchdog_seconds",
@@ -114,6 +118,19 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
         help="largest kv_budget a request may ask for (default: --kv-budget)",
     )
     add(
+        "--max-block-length",
+        type=whole,
+        metavar="N",
+        help="block lengths a request may ask for are divisors of it: each has memory of its own on the "
+        "device (default: the checkpoint's)",
+    )
+    add(
+        "--max-denoising-steps",
+        type=whole,
+        metavar="N",
+        help=f"largest denoising_steps and max_post_steps (default: {default.max_denoising_steps})",
+    )
+    add(
         "--keep-alive",
         type=number,
         metavar="SECONDS",
@@ -150,18 +167,9 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
 
 def serve_config(args: argparse.Namespace) -> ServeConfig:
     """`ServeConfig` of the options given; raises `InvalidOption` by the option's name."""
-    given = {field: getattr(args, name) for name, field in _FIELDS.items() if hasattr(args, name)}
-    if "served_model_names" in given:
-        given["served_model_names"] = tuple(given["served_model_names"])
     keys = (*getattr(args, "api_key", ()), *filter(None, [os.environ.get(KEY_VARIABLE)]))
-    try:
-        return ServeConfig(api_keys=keys, **given)
-    except InvalidOption as error:
-        for name, field in (*_FIELDS.items(), ("api_key", "api_keys")):
-            if error.problem.startswith(f"{field}="):
-                named = error.problem.replace(field, f"--{name.replace('_', '-')}", 1)
-                raise InvalidOption(named, error.remedy) from error
-        raise
+    names = tuple(getattr(args, "served_model_name", ()))
+    return build(ServeConfig, args, _FIELDS, api_keys=keys, served_model_names=names)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,6 +30,9 @@ class DeviceArena:
         rows: [layers, kv_heads, A, 2 * head_dim].
         flat_rows: the same as [layers * kv_heads * A, 2 * head_dim].
         replaced: how often `resize` put other rows in their place, also ones of the same shape.
+        unit: rows of the largest range that there shall be room for: smaller ones never cross a multiple of
+            it, so that as many as there are units find a place, whatever came and went before. 0 for ranges
+            that lie anywhere.
 
     Raises:
         ResidentSetTooSmall: the device has no room for the arena.
@@ -47,6 +50,7 @@ class DeviceArena:
     ) -> None:
         self.poison = poison
         self.replaced = 0
+        self.unit = 0
         self._lock = threading.Lock()
         self._make_rows((num_layers, num_kv_heads, 0, 2 * head_dim), dtype, device)
         self.resize(capacity)
@@ -110,11 +114,18 @@ class DeviceArena:
             return 0
         with self._lock:
             for at, (start, size) in enumerate(self._free):
-                if size >= rows:
-                    rest = [(start + rows, size - rows)] if size > rows else []
-                    self._free[at : at + 1] = rest
-                    return start
+                begin = self._begin(start, rows)
+                if begin + rows <= start + size:
+                    pieces = ((start, begin - start), (begin + rows, start + size - begin - rows))
+                    self._free[at : at + 1] = [piece for piece in pieces if piece[1]]
+                    return begin
         return None
+
+    def _begin(self, start: int, rows: int) -> int:
+        """Where a range that may begin at ``start`` does begin."""
+        if rows > self.unit or start // self.unit == (start + rows - 1) // self.unit:
+            return start
+        return -(-start // self.unit) * self.unit
 
     def release(self, start: int, rows: int) -> None:
         """Give a range back; neighbours in the free list are merged."""

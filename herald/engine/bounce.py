@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+
+from herald.transfer import Ticket, Transfer
 
 
 class BounceBuffers:
@@ -35,3 +39,55 @@ class BounceBuffers:
         key = buffer.shape, buffer.dtype
         with self._lock:
             self._free.setdefault(key, deque(maxlen=self._most)).appendleft(buffer)
+
+
+class Sent:
+    """Rows on their way to the host.
+
+    Args:
+        bounce: gives the buffers that they land in.
+        rows: on the device, unchanged from now on.
+        transfer: copies them.
+        after: event after which they are there, None on a CPU.
+
+    Attributes:
+        ticket: of the copies.
+
+    Raises:
+        What `herald.transfer.Transfer.write_back` raises; no buffer is lost then.
+    """
+
+    def __init__(
+        self,
+        bounce: BounceBuffers,
+        rows: tuple[torch.Tensor, ...],
+        transfer: Transfer,
+        after: torch.cuda.Event | None,
+    ) -> None:
+        self._bounce = bounce
+        self._buffers: list[torch.Tensor] = []
+        try:
+            for part in rows:
+                self._buffers.append(bounce.take(part))
+            self.ticket: Ticket = transfer.write_back(rows, self._buffers, after=after)
+        except BaseException:
+            self._give_back()
+            raise
+
+    @contextmanager
+    def arrived(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The buffers once they are filled; they are free again afterwards, whatever happens. Once only.
+
+        Raises:
+            What ended the copies. Some of them may still be under way then, so that nobody gets these buffers
+            again; their memory goes back where it came from.
+        """
+        self.ticket.wait_host()
+        try:
+            yield tuple(self._buffers)
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        while self._buffers:
+            self._bounce.give_back(self._buffers.pop())

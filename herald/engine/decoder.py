@@ -17,16 +17,18 @@ import torch
 
 from herald.decode import DecodePolicy, Noise, draw, policy_of, uniform_noise
 from herald.engine.blocks import BlockTable
+from herald.engine.failures import retrieval_error
 from herald.engine.lanes import StepPlan, StepShape
 from herald.engine.noise_table import NoiseTable
 from herald.engine.plain_step import PlainStep
-from herald.engine.planner import Part, StepPlanner, count_down, retrieval_error
+from herald.engine.planner import Part, StepPlanner, count_down
 from herald.engine.program import StepProgram
 from herald.engine.reports import ReportPool, StepReport
 from herald.engine.request import Request
-from herald.engine.retriever import Retriever, event_after
+from herald.engine.retriever import Retriever
 from herald.engine.runner import LaneRunner
 from herald.engine.trace import ForwardPart, Trace
+from herald.transfer.streams import record_event
 
 # Steps that may be under way when another one is asked for.
 MAX_UNDER_WAY = 2
@@ -301,7 +303,7 @@ class Decoder:
             if lse is not None:
                 self._leave_votes_to_masks(lse, parts)
             last = rows if lse is None else lse
-            return Kept(rows, queries, lse, None if last is None else event_after(last))
+            return Kept(rows, queries, lse, None if last is None else record_event(last.device))
         except Exception as error:  # no room on the device, say
             for part in parts:
                 if part.final or part.captures >= 0:

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 
 from herald.config import EngineConfig, OffloadConfig
-from herald.decode import DecodePolicy, Policy, StopChecker, policy_for, request_generator
+from herald.decode import DecodePolicy, StopChecker, policy_for, request_generator
 from herald.engine.blocks import to_device
 from herald.engine.decoder import MAX_UNDER_WAY, Decoder
+from herald.engine.failures import retrieval_error, step_error
+from herald.engine.intake import Intake
 from herald.engine.limits import check_page, check_prompt, offload_for, offload_of
 from herald.engine.lookahead import LateLookahead
 from herald.engine.memory import EngineMemory, HostStore
 from herald.engine.memory_needs import memory_needs
-from herald.engine.planner import retrieval_error
 from herald.engine.prefill import PrefillTask, scores_by
 from herald.engine.prefill_budget import PrefillBudget
 from herald.engine.request import Phase, Request
@@ -30,17 +31,12 @@ from herald.engine.selection_clock import SelectionClock
 from herald.engine.shared_prefix import SharedPrefixes
 from herald.engine.trace import Trace
 from herald.engine.waiting import wait_for_rows
-from herald.errors import (
-    HostPoolTooSmall,
-    InvalidOption,
-    NonFiniteLogits,
-    RequestAborted,
-    ResidentSetTooSmall,
-)
+from herald.errors import InvalidOption, NonFiniteLogits, RequestAborted
 from herald.models import BlockModel
 from herald.outputs import FinishReason, Progress
 from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
+from herald.transfer.streams import current_device
 
 ProgressCallback = Callable[[Progress], None]
 
@@ -124,7 +120,8 @@ class Engine:
         decode = self.tokenizer.decode if with_text and self.tokenizer.available else None
         checker = StopChecker(params, eos, decode)
         request_id = request_id or f"request-{next(self._ids)}"
-        request = self._make_request(request_id, prompt_ids, params, eos, checker, policy, prompt)
+        came = Intake(request_id, prompt_ids, params, eos, checker, policy, prompt)
+        request = self._make_request(came)
         request.offload = offload_of(params, self.offload)
         self.memory.require_pages(self.memory.pages_for(request.stored_positions), len(prompt_ids))
         return request
@@ -159,6 +156,10 @@ class Engine:
         Returns:
             Requests with news: a finished block, the end, or an error.
         """
+        with current_device(self.model.device):
+            return self._step(progress)
+
+    def _step(self, progress: ProgressCallback | None) -> list[Request]:
         news = self.end_aborted()
         news += self._admit()
         news += self._prefill(progress)
@@ -171,7 +172,7 @@ class Engine:
                 break
             batch = self.decoder.launchable(group)
             if batch:
-                self.decoder.launch(batch, len(group))
+                self._launch(batch, len(group))
                 self.scheduler.had_turn(batch[0].block_length)
                 launched = True
                 news += self._end_failed(batch)
@@ -190,27 +191,17 @@ class Engine:
             self.retriever = None
         self.memory.close()
 
-    def _make_request(
-        self,
-        request_id: str,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        eos: tuple[int, ...],
-        checker: StopChecker,
-        policy: Policy,
-        prompt: str | None,
-    ) -> Request:
-        """The request, checked; ``params`` are settled. Arguments as those of `Request`."""
+    def _make_request(self, came: Intake) -> Request:
+        """The request, checked."""
+        params, policy, config = came.params, came.policy, self.model.config
         assert isinstance(policy, DecodePolicy)
-        config = self.model.config
         block = params.block_length or config.block_length
         from_prompt = policy.blocks_from_prompt
-        check_prompt(prompt_ids, params, block, config, self.max_model_len, from_prompt=from_prompt)
+        check_prompt(came.prompt_ids, params, block, config, self.max_model_len, from_prompt=from_prompt)
         if self.offload.enabled:
             check_page(block, self.memory.layout.page_size)
         windows = policy.windows(block, params, config.shifted)
-        given = (eos, checker, policy, prompt, windows, config.shifted)
-        request = Request(request_id, prompt_ids, params, block, *given)
+        request = Request(**vars(came), block_length=block, windows=windows, leads=config.shifted)
         if request.is_certain:
             self.offload.check_steps(len(request.quotas))
         return request
@@ -231,15 +222,9 @@ class Engine:
             try:
                 if not self._take_memory(request):
                     break
-            except (HostPoolTooSmall, ResidentSetTooSmall) as error:
-                request.error = error
-                self._finish(request, "abort")
-                failed.append(request)
-                continue
-            self.scheduler.admitted(request)
-            try:
+                self.scheduler.admitted(request)
                 self._start_prefill(request)
-            except Exception as error:  # no room on the device, say
+            except Exception as error:  # no room, say
                 request.error = retrieval_error(request, error)
                 failed += self._end_failed([request])
         return failed
@@ -358,6 +343,14 @@ class Engine:
         if progress is not None:
             progress(Progress(request.request_id, "prefill", total, total))
         return []
+
+    def _launch(self, batch: list[Request], count: int) -> None:
+        """As `Decoder.launch`. Where it fails, half a step ran: all that took part get an error."""
+        try:
+            self.decoder.launch(batch, count)
+        except Exception as error:  # no room on the device, say
+            for request in batch:
+                request.error = request.error or step_error(request, error)
 
     def _settle_done(self, progress: ProgressCallback | None) -> list[Request]:
         """Read the steps that have run."""

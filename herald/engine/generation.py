@@ -39,7 +39,7 @@ class Generation(AsyncIterator[RequestOutput]):
     ends the request early is raised, but for an abort, which is an output with ``finish_reason="abort"``.
 
     Args:
-        request: of `herald.engine.intake.Intake`; the engine's thread alone may change it.
+        request: of `herald.engine.engine.Engine.new_request`; the engine's thread alone may change it.
         checker: makes text of the tokens; None where the request's own does (stop strings) or nobody can.
         loop: of the consumer.
         decoders: where text is made.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from herald.config import OffloadConfig, check
+from herald.decode import CanvasPolicy, DecodePolicy, policy_for
 from herald.errors import InvalidOption, PromptTooLong
 from herald.models import ModelConfig
 from herald.sampling_params import SamplingParams
@@ -33,16 +34,18 @@ def check_prompt(
         PromptTooLong: prompt and ``max_tokens`` need more positions than ``limit``.
     """
     if not prompt_ids:
-        raise InvalidOption("the prompt has no tokens", "pass at least one token")
+        raise InvalidOption("the prompt has no tokens", "pass at least one token", "prompt")
     vocab = config.vocab_size
     bad = next((t for t in prompt_ids if not 0 <= t < vocab), None)
     if bad is not None:
-        raise InvalidOption(f"token id {bad} is not in the vocabulary", f"use ids from 0 to {vocab - 1}")
+        problem = f"token id {bad} is not in the vocabulary"
+        raise InvalidOption(problem, f"use ids from 0 to {vocab - 1}", "prompt")
     media = set(prompt_ids).intersection(config.media_token_ids)
     if media:
         raise InvalidOption(
             f"token id {min(media)} stands for what is no text",
             "prompt with text alone: nothing else is read",
+            "prompt",
         )
     check(block <= limit, "block_length", block, f"use at most {limit}")
     output = output or params.max_tokens
@@ -62,7 +65,28 @@ def check_prompt(
         f"prompt of {len(prompt_ids):,} tokens + max_tokens={params.max_tokens:,} exceed "
         f"the limit of {limit:,} positions",
         f"{remedy}, or {_allowing(needed, limit, config)}",
+        "prompt" if room >= 1 else "max_tokens",
     )
+
+
+def output_room(config: ModelConfig, limit: int, prompt_tokens: int, params: SamplingParams) -> int:
+    """The largest ``max_tokens`` that a prompt leaves room for; below 1 where there is none.
+
+    Args:
+        limit: positions a request may use.
+        params: of the request, but for their ``max_tokens``.
+
+    Raises:
+        InvalidOption: the family does not know one of them.
+    """
+    policy, left = policy_for(config), limit - prompt_tokens
+    settled = policy.settle(replace(params, max_tokens=max(left, 1)))
+    if isinstance(policy, CanvasPolicy):
+        block = policy.plan(settled, config.block_length).block_length
+        return left // block * block
+    block = params.block_length or config.block_length
+    assert isinstance(policy, DecodePolicy)
+    return left // block * block if policy.blocks_from_prompt else limit // block * block - prompt_tokens
 
 
 def offload_for(config: ModelConfig, offload: OffloadConfig) -> OffloadConfig:
@@ -106,6 +130,7 @@ def check_page(block: int, page_size: int) -> None:
         raise InvalidOption(
             f"block_length={block} does not divide the page size {page_size}",
             f"use page_size={-(-page_size // block) * block} or another block length",
+            "block_length",
         )
 
 
@@ -121,5 +146,6 @@ def offload_of(params: SamplingParams, offload: OffloadConfig) -> OffloadConfig:
         raise InvalidOption(
             f"kv_budget={params.kv_budget!r} has no meaning without offload",
             "use None, or an engine with offload",
+            "kv_budget",
         )
     return replace(offload, kv_budget=params.kv_budget)

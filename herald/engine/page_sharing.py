@@ -20,6 +20,7 @@ from herald.errors import RequestAborted
 from herald.kvstore.pages import page_runs
 from herald.select import BackgroundWorker
 from herald.transfer import Ticket
+from herald.transfer.streams import record_event
 
 
 class PageSharing:
@@ -97,11 +98,7 @@ class PageSharing:
         assert request.pages is not None
         pages, pool = request.pages[: len(request.shared)], self.store.pool.rows[layer]
         runs = [pool[int(pages[a]) : int(pages[a]) + b - a] for a, b in page_runs(pages)]
-        after = None
-        if rows.is_cuda:
-            after = torch.cuda.Event()
-            after.record()
-        return self.store.transfer.load_pages(runs, rows, after=after)
+        return self.store.transfer.load_pages(runs, rows, after=record_event(rows.device))
 
     def _share_prompt(self, request: Request) -> None:
         assert self.prefixes is not None
@@ -120,9 +117,7 @@ class PageSharing:
         assert self.prefixes is not None and request.pages is not None
         ended_well = request.error is None or isinstance(request.error, RequestAborted)
         first, last = self.prefixes.answer_span(request)
-        # The rows of an answer are what its own budget made of them: who asks for more must not get them.
-        poor = request.offload.kv_budget < self.store.config.kv_budget
-        if last <= first or not ended_well or poor or request.store_error is not None:
+        if last <= first or not ended_well or request.store_error is not None:
             return
         # Their codes were made block by block; whoever shares them gets those of whole pages, as prefill's.
         self.store.index.append_span(request.pages, first, last, executor=self._indexers)

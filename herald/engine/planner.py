@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-import traceback
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from herald.engine.blocks import BlockTable
+from herald.engine.failures import retrieval_error
 from herald.engine.lanes import StepPlan
 from herald.engine.request import Phase, Request
 from herald.engine.resident import ResidentSet, SetUpdate
@@ -17,7 +17,6 @@ from herald.engine.retriever import Retriever, Selection
 from herald.engine.selection_clock import SelectionClock, SelectionTimes
 from herald.engine.staleness import draft_of, draft_was_wrong, follows_many_commits
 from herald.engine.trace import Span, Trace
-from herald.errors import HeraldError, RetrievalFailed
 
 
 @dataclass(slots=True)
@@ -386,20 +385,3 @@ def count_down(request: Request) -> None:
     """Take what the step that is planned will commit from the masks left, where that is known."""
     if request.is_certain:
         request.left -= request.commits(request.left, request.step)
-
-
-def retrieval_error(request: Request, error: Exception) -> HeraldError:
-    """The error of a request whose rows could not be made, kept or brought: ``error``, or a typed one."""
-    # Who keeps the error must not keep the tensors of the functions it came through: one layer's KV, say.
-    traceback.clear_frames(error.__traceback__)
-    if isinstance(error, HeraldError):
-        return error
-    what = f"no rows could be brought for block {request.block + 1}"
-    if request.phase is Phase.PREFILL:
-        what = "its prompt could not be prefilled"
-    failed = RetrievalFailed(
-        f"request {request.request_id}: {what} ({error})",
-        "see the chained error; run with verify_transfers=True to find a damaged row",
-    )
-    failed.__cause__ = error
-    return failed

@@ -7,12 +7,17 @@ import torch
 from herald import hardware
 from herald.engine.engine import Engine
 from herald.engine.memory_needs import memory_needs
+from herald.engine.request import Request
 from herald.errors import ResidentSetTooSmall
 from herald.sampling_params import SamplingParams
 
 # Shares of what is free that are taken where the user names no number.
 HOST_SHARE = 0.5
 DEVICE_SHARE = 0.8
+# Block length of canvases whose checkpoint names none, as on LLaDA's model cards.
+USUAL_BLOCK = 32
+# Tokens of a canvas whose rows are reserved.
+CANVAS_TOKENS = 512
 
 
 def reserve(engine: Engine, tokens: int | None) -> int:
@@ -32,7 +37,7 @@ def reserve(engine: Engine, tokens: int | None) -> int:
     automatic = tokens is None
     if tokens is None:
         tokens = min(engine.config.max_num_seqs * engine.max_model_len, _room(engine))
-    longest = min(engine.max_model_len, max(tokens, 2 * engine.model.config.block_length))
+    longest = min(engine.max_model_len, max(tokens, 2 * (engine.model.config.block_length or USUAL_BLOCK)))
     count = min(max(tokens // longest, 1), engine.config.max_num_seqs)
     while True:
         try:
@@ -56,13 +61,32 @@ def _room(engine: Engine) -> int:
 
 
 def _allocate(engine: Engine, count: int, positions: int) -> None:
-    """Room for ``count`` requests of ``positions`` tokens."""
-    block = engine.model.config.block_length
-    params = SamplingParams(max_tokens=min(block, positions - 1), ignore_eos=True)
-    sample = engine.new_request([0] * (positions // block * block - params.max_tokens), params)
-    need = memory_needs([sample], engine.prefixes)[0]
-    engine.memory.ensure(need.arena_rows * count, need.pages * count, requests=count)
+    """Room for ``count`` requests of ``positions`` tokens, however these are prompt and output."""
+    needs = [memory_needs([sample], engine.prefixes)[0] for sample in _samples(engine, positions)]
+    rows, pages = max(need.arena_rows for need in needs), max(need.pages for need in needs)
+    engine.memory.ensure(rows * count, pages * count, requests=count)
+    engine.memory.arena.unit = 0 if engine.model.config.full_attention else rows
     engine.connect()
+
+
+def _samples(engine: Engine, positions: int) -> list[Request]:
+    """Requests of ``positions`` tokens, of which one needs the most of each kind of memory.
+
+    A long output may have more rows arrive at once than a long prompt, and short blocks leave a longer prefix
+    before the last one. On a canvas what is kept depends on what is asked for: some hundred tokens, with a
+    cache, stand for the rest.
+    """
+    config = engine.model.config
+    usual = config.block_length or USUAL_BLOCK
+    whole = max(positions // usual * usual, 1)
+    if config.full_attention:
+        output = max(min(whole // 4, CANVAS_TOKENS), 1)
+        shapes = [SamplingParams(max_tokens=output, cache="dual")]
+    else:
+        most = max(whole - usual, 1)
+        sizes = ((min(usual, positions - 1), usual), (most, usual), (most, 1))
+        shapes = [SamplingParams(max_tokens=output, block_length=block) for output, block in sizes]
+    return [engine.new_request([0] * max(whole - params.max_tokens, 1), params) for params in shapes]
 
 
 def grow_pool(engine: Engine, pages: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from herald.config import OffloadConfig
 from herald.engine.arena import DeviceArena
 from herald.select import Plan, SlotGeometry
 from herald.transfer import Ticket
+from herald.transfer.streams import record_event
 from herald_kernels import copy_rows
 
 
@@ -52,6 +54,7 @@ def window_rows(config: OffloadConfig, block_length: int) -> int:
     return max(config.recent_rows, block_length)
 
 
+@lru_cache(maxsize=4096)
 def staging_rows(config: OffloadConfig, block_length: int, first_prefix: int, last_prefix: int) -> int:
     """Most rows that can arrive at once: at a block boundary, or within a block when a selection is late.
 
@@ -209,8 +212,7 @@ class ResidentSet:
         if positions.is_cuda:
             host = torch.empty(positions.shape, dtype=positions.dtype, pin_memory=True)
             host.copy_(positions, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
+            event = record_event(positions.device)
             positions = host
         self._first_copy = positions, event
 

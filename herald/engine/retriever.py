@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from herald.engine.bounce import BounceBuffers
+from herald.engine.bounce import BounceBuffers, Sent
 from herald.engine.memory import HostStore
 from herald.engine.page_sharing import PageSharing
 from herald.engine.prefill import RowStore
@@ -34,9 +34,7 @@ from herald.kvstore.pages import page_runs
 from herald.kvstore.row_values import as_numpy
 from herald.select import BackgroundWorker, SlotGeometry
 from herald.transfer import RowMove, Ticket, verify_rows
-
-# Buffers on the host, and the ticket of the copies that fill them.
-Sent = tuple[tuple[torch.Tensor, ...], Ticket]
+from herald.transfer.streams import record_event
 
 
 @dataclass
@@ -156,7 +154,7 @@ class Retriever:
             tail = _copy(rows[:, whole * size :])
             src.extend(tail)
             dst.extend(pool[int(pages[-1]), :, : n % size])
-        ticket = self.store.transfer.write_back(src, dst, after=event_after(rows))
+        ticket = self.store.transfer.write_back(src, dst, after=record_event(rows.device))
         append = partial(
             self.store.index.append_span,
             request.pages,
@@ -182,13 +180,12 @@ class Retriever:
         start = prefix - request.block_length
         append = partial(self._append_block, sent, request.pages, start)
         request.stored = self._storer.submit(
-            self._index, request, lambda: sent.result()[1], append, request.block_at(start)
+            self._index, request, lambda: sent.result().ticket, append, request.block_at(start)
         )
 
     def _send(self, rows: tuple[torch.Tensor, ...], after: Any) -> Sent:
         """Start the copies of ``rows`` to the host."""
-        buffers = tuple(self._bounce.take(part) for part in rows)
-        return buffers, self.store.transfer.write_back(rows, buffers, after=after)
+        return Sent(self._bounce, rows, self.store.transfer, after)
 
     def select(
         self,
@@ -295,11 +292,7 @@ class Retriever:
         given_up: threading.Event,
     ) -> np.ndarray:
         """Choose rows with queries and lse, from ``source`` or where they were ``sent``."""
-        buffers: tuple[torch.Tensor, ...] = ()
-        try:
-            if sent is not None:
-                buffers, ticket = sent.result()
-                ticket.wait_host()
+        with nullcontext(source) if sent is None else sent.result().arrived() as host:
             if stored is not None:
                 stored.result()
             if request.store_error is not None:
@@ -308,10 +301,7 @@ class Retriever:
                 self.delay()
             if given_up.is_set():
                 raise CancelledError
-            return self._scan(request, buffers or source, prefix, block)
-        finally:
-            for buffer in buffers:
-                self._bounce.give_back(buffer)
+            return self._scan(request, host, prefix, block)
 
     def _scan(self, request: Request, host: tuple[torch.Tensor, ...], prefix: int, block: int) -> np.ndarray:
         assert request.resident is not None and request.pages is not None
@@ -396,15 +386,14 @@ class Retriever:
 
     def _append_block(self, sent: Future[Sent], pages: np.ndarray, start: int) -> None:
         """Store and index a block's rows from position ``start`` on; it may go over the end of a page."""
-        ((buffer,), _) = sent.result()
         size, done = self.store.layout.page_size, 0
-        while done < buffer.shape[2]:
-            page, offset = divmod(start + done, size)
-            count = min(size - offset, buffer.shape[2] - done)
-            self.store.pool.write_block(int(pages[page]), offset, buffer[:, :, done : done + count])
-            self.store.index.append_block(int(pages[page]), offset, count)
-            done += count
-        self._bounce.give_back(buffer)
+        with sent.result().arrived() as (buffer,):
+            while done < buffer.shape[2]:
+                page, offset = divmod(start + done, size)
+                count = min(size - offset, buffer.shape[2] - done)
+                self.store.pool.write_block(int(pages[page]), offset, buffer[:, :, done : done + count])
+                self.store.index.append_block(int(pages[page]), offset, count)
+                done += count
 
 
 def _receive(update: Future[SetUpdate]) -> None:
@@ -416,12 +405,3 @@ def _receive(update: Future[SetUpdate]) -> None:
 
 def _copy(rows: torch.Tensor) -> torch.Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
-
-
-def event_after(rows: torch.Tensor) -> torch.cuda.Event | None:
-    """Event after the work that made ``rows``, None on a CPU."""
-    if not rows.is_cuda:
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event

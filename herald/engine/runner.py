@@ -60,10 +60,11 @@ class LaneRunner:
         key = (table.block_length, shape)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = StepProgram(self, table, shape)
+            program = StepProgram(self, table, shape)
             if self.use_graphs:
                 self._graph_pool = self._graph_pool or torch.cuda.graph_pool_handle()
                 program.record(self._graph_pool, self._recording_stream)
+            self._programs[key] = program  # not one whose recording failed
         return program
 
     def forget_programs(self) -> None:

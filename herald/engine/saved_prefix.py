@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from herald.config import is_number
 from herald.engine.reserve import grow_pool
 from herald.errors import HostPoolTooSmall, InvalidOption, PrefixDamaged, PrefixMismatch
 from herald.kvstore import CachedPage
 from herald.kvstore.prefix_file import SavedPrefix, read_manifest, read_pages, write_prefix
-from herald.kvstore.prefix_keys import FREE_PIECE, exact_keys, root_key, token_keys
+from herald.kvstore.prefix_keys import FREE_PIECE, Made, exact_keys, root_key, token_keys
 from herald.models.identity import model_identity
 
 if TYPE_CHECKING:
@@ -113,9 +114,10 @@ def save_prefix(engine: Engine, token_ids: Sequence[int], folder: Path, about: d
             "index_bits": store.index.bits,
             "prefill": [plan.step, plan.tail],
             "num_tokens": len(pages) * layout.page_size,
+            "kv_budget": min(node.made.kv_budget for node in nodes),
         }
         tokens = np.array(token_ids[: len(pages) * layout.page_size], dtype=np.int64)
-        pieces = np.array([node.piece if exact else FREE_PIECE for node in nodes], dtype=np.int64)
+        pieces = np.array([node.made.piece if exact else FREE_PIECE for node in nodes], dtype=np.int64)
         return write_prefix(folder, facts | about, tokens, pieces, store.index, pages)
     finally:
         store.pool.allocator.release(pages)
@@ -130,24 +132,25 @@ def load_prefix(engine: Engine, folder: Path) -> LoadedPrefix:
     """
     saved = read_manifest(folder)
     _check(engine, saved)
-    prefixes, count = engine.prefixes, len(saved.pieces)
+    prefixes = engine.prefixes
     block = engine.model.config.block_length
     root = root_key(block)
     names = token_keys(root, saved.token_ids.tolist(), prefixes.page_size)
     own = saved.about.get("prefill") == [prefixes.plan.step, prefixes.plan.tail]
-    pieces = saved.pieces.tolist() if own else [FREE_PIECE] * count
-    exact = exact_keys(root, names, pieces)
+    budget = saved.about.get("kv_budget", 1.0)
+    made = [Made(piece if own else FREE_PIECE, budget) for piece in saved.pieces.tolist()]
+    exact = exact_keys(root, names, made)
     last = prefixes.cache.find(exact[-1])
     if last is None:
-        last = _read(engine, saved, names, exact, pieces)
+        last = _read(engine, saved, names, exact, made)
     return LoadedPrefix(engine, last, saved)
 
 
 def _read(
-    engine: Engine, saved: SavedPrefix, names: list[bytes], exact: list[bytes], pieces: list[int]
+    engine: Engine, saved: SavedPrefix, names: list[bytes], exact: list[bytes], made: list[Made]
 ) -> CachedPage:
     """Read a prefix into free pages and share them; the last of them."""
-    count, cache = len(pieces), engine.prefixes.cache
+    count, cache = len(made), engine.prefixes.cache
     engine.memory.require_pages(count, len(saved.token_ids))
     grow_pool(engine, count)
     store = engine.memory.store
@@ -161,7 +164,7 @@ def _read(
     pages = store.pool.allocator.allocate(count)
     try:
         read_pages(saved, store.index, pages)
-        return cache.add(pages, names, exact, pieces)[-1]
+        return cache.add(pages, names, exact, made)[-1]
     finally:
         store.pool.allocator.release(pages)
 
@@ -179,6 +182,9 @@ def _check(engine: Engine, saved: SavedPrefix) -> None:
             option = field in ("dtype", "block_length", "page_size")
             use = f"use {field}={theirs!r}" if option else "load the model that it was saved with"
             raise PrefixMismatch(f"{saved.folder} does not fit: {differs}", f"{use}, or save it again")
+    budget = saved.about.get("kv_budget", 1.0)
+    if not is_number(budget) or not 0 < budget <= 1:
+        raise PrefixDamaged(f"{saved.folder} has kv_budget={budget!r}", "save it again")
     size = engine.memory.layout.page_size
     if not len(saved.pieces) or len(saved.token_ids) != len(saved.pieces) * size:
         counts = f"{len(saved.token_ids)} tokens in {len(saved.pieces)} pages"

@@ -17,7 +17,7 @@ from herald.engine.prefill_plan import PrefillPlan
 from herald.engine.request import Request
 from herald.errors import HostPoolTooSmall
 from herald.kvstore import CachedPage
-from herald.kvstore.prefix_keys import FREE_PIECE, exact_keys, root_key, token_keys
+from herald.kvstore.prefix_keys import FREE_PIECE, Made, exact_keys, root_key, token_keys
 from herald.outputs import PrefixStats
 
 
@@ -136,12 +136,15 @@ class SharedPrefixes:
         contents = token_keys(names.root, tokens, self.page_size, names.tokens)
         shared = request.shared
         first = len(shared) * self.page_size
-        pieces = [node.piece for node in shared]
-        pieces += self.plan.page_pieces(first, request.first_prefix, self.page_size)[0]
-        pieces += [FREE_PIECE] * (len(contents) - len(pieces))
-        exact = exact_keys(names.root, contents, pieces, [node.exact_key for node in shared])
+        made = [node.made for node in shared]
+        least = min((each.kv_budget for each in made), default=1.0)
+        pieces, _ = self.plan.page_pieces(first, request.first_prefix, self.page_size)
+        made += [Made(piece, least) for piece in pieces]
+        answer = Made(FREE_PIECE, min(least, request.offload.kv_budget))
+        made += [answer] * (len(contents) - len(made))
+        exact = exact_keys(names.root, contents, made, [node.exact_key for node in shared])
         assert request.pages is not None
-        self.cache.add(request.pages[: len(contents)], contents, exact, pieces)
+        self.cache.add(request.pages[: len(contents)], contents, exact, made)
 
     def answer_span(self, request: Request) -> tuple[int, int]:
         """(first, last + 1) position of whole pages that hold something of an answer that has ended."""
@@ -159,7 +162,7 @@ class SharedPrefixes:
         root = root_key(block_length)
         contents = token_keys(root, tokens[:prefix], self.page_size)
         pieces, ends = self.plan.page_pieces(0, prefix, self.page_size)
-        exact = exact_keys(root, contents, pieces)
+        exact = exact_keys(root, contents, list(map(Made, pieces)))
         count = len(contents)
         if self.memory.model.config.shifted and prefix % self.page_size == 0:
             count -= 1
@@ -175,14 +178,15 @@ class SharedPrefixes:
             return []
         names, version = self._names(request), self.cache.version
         if names.match[0] != version:
-            names.match = version, self.cache.match(names.tokens, names.exact, names.ends)
+            budget = request.offload.kv_budget
+            names.match = version, self.cache.match(names.tokens, names.exact, names.ends, budget)
         return names.match[1]
 
     def _acquire(self, request: Request) -> list[CachedPage]:
         if not self.enabled or not len(self.cache):
             return []
         names = self._names(request)
-        return self.cache.acquire(names.tokens, names.exact, names.ends)
+        return self.cache.acquire(names.tokens, names.exact, names.ends, request.offload.kv_budget)
 
 
 def _ids(nodes: list[CachedPage]) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 
 from herald.errors import UsageError
 from herald.kvstore.pages import PageAllocator
-from herald.kvstore.prefix_keys import FREE_PIECE
+from herald.kvstore.prefix_keys import FREE_PIECE, Made
 
 
 @dataclass(eq=False, slots=True)
@@ -24,7 +24,7 @@ class CachedPage:
         page: id in the pool.
         parent: the page before it, None for the first of a prefix.
         token_key, exact_key: see `herald.kvstore.prefix_keys`.
-        piece: positions that were computed together with it, or `FREE_PIECE`.
+        made: how its rows came about.
         children: pages that follow it, in the cache.
         used: when it was last asked for; larger is later.
     """
@@ -33,7 +33,7 @@ class CachedPage:
     parent: CachedPage | None
     token_key: bytes
     exact_key: bytes
-    piece: int
+    made: Made
     children: int = 0
     used: int = 0
 
@@ -121,17 +121,22 @@ class PrefixCache:
             return old, new
 
     def match(
-        self, token_keys: Sequence[bytes], exact_keys: Sequence[bytes], ends: Sequence[bool]
+        self,
+        token_keys: Sequence[bytes],
+        exact_keys: Sequence[bytes],
+        ends: Sequence[bool],
+        kv_budget: float = 0.0,
     ) -> list[CachedPage]:
         """The longest prefix that a request can share.
 
         Pages that the request's own prefill would compute bit for bit, up to the last that ends a piece of
         it. Where the same tokens, computed otherwise, go on with an answer or a loaded document, those
-        pages instead.
+        pages instead, unless they were decoded with fewer rows than the request asks for.
 
         Args:
             token_keys, exact_keys: of the request's whole pages.
             ends: whether a piece of its prefill ends with each page.
+            kv_budget: of the request.
         """
         with self._lock:
             exact: list[CachedPage] = []
@@ -143,19 +148,25 @@ class PrefixCache:
                 exact.pop()
             likely: list[CachedPage] = []
             for key in token_keys:
-                if not (nodes := self._by_tokens.get(key)):
+                nodes = self._by_tokens.get(key, ())
+                node = next((each for each in nodes if each.made.kv_budget >= kv_budget), None)
+                if node is None:
                     break
-                likely.append(nodes[0])
-            if len(likely) > len(exact) and any(node.piece == FREE_PIECE for node in likely):
+                likely.append(node)
+            if len(likely) > len(exact) and any(node.made.piece == FREE_PIECE for node in likely):
                 return likely
             return exact
 
     def acquire(
-        self, token_keys: Sequence[bytes], exact_keys: Sequence[bytes], ends: Sequence[bool]
+        self,
+        token_keys: Sequence[bytes],
+        exact_keys: Sequence[bytes],
+        ends: Sequence[bool],
+        kv_budget: float = 0.0,
     ) -> list[CachedPage]:
         """`match`, with a reference to each page for the caller."""
         with self._lock:
-            nodes = self.match(token_keys, exact_keys, ends)
+            nodes = self.match(token_keys, exact_keys, ends, kv_budget)
             if nodes:
                 self._pool().retain([node.page for node in nodes])
                 self._touch(nodes)
@@ -172,7 +183,8 @@ class PrefixCache:
         """A whole prefix, with a reference to each page for the caller.
 
         Returns:
-            The pages of ``exact_keys`` and True, or as many as there are of the same tokens, and False.
+            The pages of ``exact_keys`` and True, or as many as there are of the same tokens, decoded with the
+            most rows, and False.
         """
         with self._lock:
             exact = [self._by_exact[key] for key in exact_keys if key in self._by_exact]
@@ -181,7 +193,7 @@ class PrefixCache:
             for key in () if whole else token_keys:
                 if not (found := self._by_tokens.get(key)):
                     break
-                nodes.append(found[0])
+                nodes.append(max(found, key=lambda node: node.made.kv_budget))
             self._pool().retain([node.page for node in nodes])
             return nodes, whole
 
@@ -190,7 +202,7 @@ class PrefixCache:
         pages: Sequence[int] | np.ndarray,
         token_keys: Sequence[bytes],
         exact_keys: Sequence[bytes],
-        pieces: Sequence[int],
+        made: Sequence[Made],
     ) -> list[CachedPage]:
         """Share finished pages, all of a prefix from its first on.
 
@@ -203,10 +215,10 @@ class PrefixCache:
             chain: list[CachedPage] = []
             parent: CachedPage | None = None
             fresh: list[int] = []
-            for page, name, key, piece in zip(pages, token_keys, exact_keys, pieces, strict=True):
+            for page, name, key, how in zip(pages, token_keys, exact_keys, made, strict=True):
                 node = self._by_exact.get(key)
                 if node is None:
-                    node = CachedPage(int(page), parent, name, key, piece)
+                    node = CachedPage(int(page), parent, name, key, how)
                     self._by_exact[key] = node
                     self._by_tokens.setdefault(name, []).append(node)
                     fresh.append(node.page)
@@ -233,9 +245,11 @@ class PrefixCache:
             missing = count - pool.num_free
             if missing <= 0:
                 return True
-            if self.num_idle < missing:
+            going = self._oldest(missing) if self.num_idle >= missing else []
+            if len(going) < missing:
                 return False
-            return self._evict(missing) == missing
+            self._evict(going)
+            return True
 
     def pin(self, node: CachedPage) -> None:
         """Keep a page, and with it all before it, until `unpin`."""
@@ -287,26 +301,36 @@ class PrefixCache:
         return sum(self._pool().references(page) == 1 for page in self._pinned())
 
     def _may_leave(self, node: CachedPage) -> bool:
-        return node.children == 0 and node not in self._pins and self._pool().references(node.page) == 1
+        return node not in self._pins and self._pool().references(node.page) == 1
 
-    def _evict(self, count: int) -> int:
-        """Evict up to ``count`` pages; returns how many."""
+    def _oldest(self, count: int) -> list[CachedPage]:
+        """Up to ``count`` pages that may leave, in that order: each after all that follow it."""
         order = itertools.count()
-        leaves = [(node.used, next(order), node) for node in self._by_exact.values() if self._may_leave(node)]
+        children: dict[CachedPage, int] = {}
+        leaves = [
+            (node.used, next(order), node)
+            for node in self._by_exact.values()
+            if node.children == 0 and self._may_leave(node)
+        ]
         heapq.heapify(leaves)
-        gone: list[int] = []
-        while leaves and len(gone) < count:
+        going: list[CachedPage] = []
+        while leaves and len(going) < count:
             _, _, node = heapq.heappop(leaves)
-            gone.append(node.page)
+            going.append(node)
+            if (parent := node.parent) is not None:
+                left = children[parent] = children.get(parent, parent.children) - 1
+                if left == 0 and self._may_leave(parent):
+                    heapq.heappush(leaves, (parent.used, next(order), parent))
+        return going
+
+    def _evict(self, nodes: list[CachedPage]) -> None:
+        gone = [node.page for node in nodes]
+        for node in nodes:
             self._forget(node)
-            if node.parent is not None and self._may_leave(node.parent):
-                heapq.heappush(leaves, (node.parent.used, next(order), node.parent))
-        if gone:
-            self._pool().release(gone)
-            self._held[gone] = False
-            self.evicted_pages += len(gone)
-            self.version += 1
-        return len(gone)
+        self._pool().release(gone)
+        self._held[gone] = False
+        self.evicted_pages += len(gone)
+        self.version += 1
 
     def _forget(self, node: CachedPage) -> None:
         del self._by_exact[node.exact_key]

@@ -92,10 +92,13 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        message = str(error.detail)
+        message, code = str(error.detail), None
         if error.status_code == 404:
-            message = "no such path; see /openapi.json"
-        return written(request, ApiError(error.status_code, message, headers=error.headers))
+            message, code = "no such path; see /openapi.json", "no_such_path"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message, code = f"{request.method} is not allowed here; use {allowed}", "method_not_allowed"
+        return written(request, ApiError(error.status_code, message, code=code, headers=error.headers))
 
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> Response:

@@ -20,6 +20,9 @@ class ServeConfig:
         max_choices: completions of one call: ``n`` times its prompts.
         max_tokens: of a chat completion that does not say, cut to what the context leaves.
         max_kv_budget: largest ``kv_budget`` a request may ask for, 0 for the engine's own.
+        max_block_length: block lengths that a request may ask for divide it, since each has memory of its own
+            on the device; 0 for the checkpoint's block length, or 32 where it has none.
+        max_denoising_steps: largest ``denoising_steps`` and ``max_post_steps`` of a request.
         keep_alive_seconds: between two comments on a stream that has nothing to say.
         drain_seconds: how long requests under way may go on after SIGTERM.
         watchdog_seconds: a step that takes longer is reported, and ``/health`` fails; 0 for never.
@@ -35,6 +38,8 @@ class ServeConfig:
     max_choices: int = 64
     max_tokens: int = 1024
     max_kv_budget: float = 0.0
+    max_block_length: int = 0
+    max_denoising_steps: int = 1024
     keep_alive_seconds: float = 10.0
     drain_seconds: float = 30.0
     watchdog_seconds: float = 120.0
@@ -67,6 +72,18 @@ class ServeConfig:
             "max_kv_budget",
             self.max_kv_budget,
             "use a share in (0, 1], or 0 for the engine's",
+        )
+        check(
+            self.max_block_length >= 0,
+            "max_block_length",
+            self.max_block_length,
+            "use 0 for the checkpoint's",
+        )
+        check(
+            self.max_denoising_steps >= 1,
+            "max_denoising_steps",
+            self.max_denoising_steps,
+            "use 1 or more, such as 1024",
         )
         check(self.keep_alive_seconds > 0, "keep_alive_seconds", self.keep_alive_seconds, "use more than 0")
         check(self.drain_seconds >= 0, "drain_seconds", self.drain_seconds, "use 0 or more, such as 30")

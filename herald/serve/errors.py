@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from herald.errors import (
@@ -63,28 +64,49 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, SERVER_ERROR, code, headers={"retry-after": str(RETRY_SECONDS)})
 
 
+def not_allowed(field: str, message: str) -> ApiError:
+    """400: the value of a field is not one that this server takes."""
+    return ApiError(400, message, code="invalid_value", param=field)
+
+
 def as_api_error(error: Exception) -> ApiError:
     """What a client is told about an error of the engine."""
     if isinstance(error, ApiError):
         return error
+    field = error.field if isinstance(error, UsageError) else None
     if isinstance(error, (PromptTooLong, HostPoolTooSmall, ResidentSetTooSmall)):
-        return ApiError(400, str(error), code="context_length_exceeded")
+        return ApiError(400, str(error), code="context_length_exceeded", param=field)
     if isinstance(error, QueueFull):
         retry = {"retry-after": str(error.retry_after)}
         return ApiError(429, str(error), "rate_limit_error", "queue_full", headers=retry)
     if isinstance(error, EngineStopped):
         return unavailable(str(error), "engine_stopped")
     if isinstance(error, UsageError):
-        return ApiError(400, str(error), param=_field_of(error), code="invalid_value")
+        return ApiError(400, str(error), param=field, code="invalid_value")
     if isinstance(error, HeraldError):
         return ApiError(500, str(error), SERVER_ERROR, "generation_failed")
     return ApiError(500, "the server failed; its log says why", SERVER_ERROR, "internal_error")
 
 
-def _field_of(error: UsageError) -> str | None:
-    """The field that an `InvalidOption` names: its message begins with ``field=value``."""
-    name, found, _ = error.problem.partition("=")
-    return name if found and name.isidentifier() else None
+@contextmanager
+def told_by(fields: Mapping[str, str]) -> Iterator[None]:
+    """Errors of the engine as what a client is told, by the names of its own fields.
+
+    Args:
+        fields: the engine's name of a field -> the client's, where they differ. What is too much for the
+            engine's memory is the prompt's fault.
+
+    Raises:
+        ApiError: for an error of this package.
+    """
+    try:
+        yield
+    except HeraldError as error:
+        told = as_api_error(error)
+        if told.param is None and told.code == "context_length_exceeded":
+            told.param = "prompt"
+        told.param = fields.get(told.param or "", told.param)
+        raise told from error
 
 
 def validation_error(problems: Sequence[Any]) -> ApiError:

@@ -68,20 +68,21 @@ class Gate:
             await send(message)
 
         try:
-            with self.lifecycle.under_way(guarded):
-                try:
-                    if guarded:
-                        self._open(headers)
-                        receive = await self._read(headers, receive)
+            try:
+                if guarded:
+                    self._open(headers)
+                    receive = await self._read(headers, receive)
+                    self.lifecycle.check_open()  # the body may have taken its time
+                with self.lifecycle.under_way(guarded):
                     await self.app(scope, receive, answer)
-                except Exception as error:
-                    if not isinstance(error, ApiError):
-                        logger.exception("request %s failed", name)
-                    if status:
-                        raise
-                    refusal = as_api_error(error)
-                    scope["state"]["error"] = refusal.code
-                    await _refuse(refusal, answer)
+            except Exception as error:
+                if not isinstance(error, ApiError):
+                    logger.exception("request %s failed", name)
+                if status:
+                    raise
+                refusal = as_api_error(error)
+                scope["state"]["error"] = refusal.code
+                await _refuse(refusal, answer)
         finally:
             if guarded:
                 self.count(scope["path"], status)
@@ -131,6 +132,8 @@ class Gate:
                 raise self._too_large()
             more = message.get("more_body", False)
         body = b"".join(pieces)
+        if body:
+            _check_kind(headers)
         given = False
 
         async def again() -> Message:
@@ -145,6 +148,16 @@ class Gate:
     def _too_large(self) -> ApiError:
         return ApiError(
             413, f"the body is larger than {self.max_body_bytes:,} bytes; send less", code="body_too_large"
+        )
+
+
+def _check_kind(headers: Headers) -> None:
+    """Raise `ApiError` for a body that is not said to be JSON: nobody would read it."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        sent = f"sent as {kind[:100]!r}" if kind else "sent without its kind"
+        raise ApiError(
+            400, f"the body is {sent}; send the header 'content-type: application/json'", code="invalid_json"
         )
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 
 from herald.async_llm import AsyncLLM
+from herald.engine.reserve import USUAL_BLOCK
 from herald.errors import EngineStopped
 from herald.sampling_params import SamplingParams
 from herald.serve.errors import unavailable
@@ -182,13 +183,14 @@ class Lifecycle:
 def warm_up(llm: AsyncLLM) -> None:
     """One short answer, so that what is compiled at first use is compiled before the first client waits."""
 
+    block = llm.llm.model.config.block_length or USUAL_BLOCK
+
     async def ask() -> None:
-        block = llm.llm.model.config.block_length
         token = 0 if llm.llm.model.config.mask_token_id else 1
         params = SamplingParams(max_tokens=2 * block, ignore_eos=True)
         prompt = [token] * min(2 * block, max(llm.max_model_len - 3 * block, 1))
         async for _ in llm.generate(prompt, params, "warm-up"):
             pass
 
-    if llm.max_model_len >= 4 * llm.llm.model.config.block_length:
+    if llm.max_model_len >= 4 * block:
         asyncio.run(ask())

@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from herald.serve.chat import ChatPrompt
 from herald.serve.context import ServeContext
-from herald.serve.errors import ApiError
+from herald.serve.errors import not_allowed, told_by
 from herald.serve.lifecycle import Stage
 from herald.serve.metrics import ServerMetrics
 from herald.serve.protocol import DetokenizeRequest, TokenizeRequest
@@ -57,7 +57,8 @@ def routes(
 
         def work() -> dict[str, Any]:
             if body.messages is not None:
-                ids = ChatPrompt(body.messages, None)(tokenizer)
+                with told_by({"prompt": "messages"}):
+                    ids = ChatPrompt(body.messages, None)(tokenizer)
             else:
                 ids = tokenizer.encode(body.prompt or "", body.add_special_tokens)
             strings = [tokenizer.decode([token], False) for token in ids] if body.return_token_strs else None
@@ -78,12 +79,8 @@ def routes(
         vocabulary = llm.model.config.vocab_size
         bad = next((token for token in body.tokens if token >= vocabulary), None)
         if bad is not None:
-            raise ApiError(
-                400,
-                f"token id {bad} is not in the vocabulary; use 0 to {vocabulary - 1}",
-                code="invalid_value",
-                param="tokens",
-            )
+            problem = f"token id {bad} is not in the vocabulary; use 0 to {vocabulary - 1}"
+            raise not_allowed("tokens", problem)
         return JSONResponse({"prompt": await asyncio.to_thread(llm.tokenizer.decode, body.tokens, False)})
 
     @router.get("/health", responses={**UNAVAILABLE, 200: {"model": Status}})

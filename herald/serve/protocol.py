@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from herald.sampling_params import Algorithm, CanvasCache, SamplingParams
 
@@ -54,6 +62,29 @@ PASSED_ON = (
 )
 
 
+def one_of(expected: str, deep: bool = False) -> WrapValidator:
+    """Make one message of those that the members of a union give.
+
+    Args:
+        expected: what the field takes.
+        deep: where a member fits but for something in it, say what that is.
+    """
+
+    def validate(value: Any, members: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return members(value)
+        except ValidationError as error:
+            inner = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
+            if not deep or len(inner["loc"]) < 2:
+                raise PydanticCustomError("no_member", "use {expected}", {"expected": expected}) from None
+            problem = PydanticCustomError(inner["type"], "{message}", {"message": inner["msg"]})
+            # The first part of a location is the member's name, which is no client's.
+            line = InitErrorDetails(type=problem, loc=inner["loc"][1:], input=inner["input"])
+            raise ValidationError.from_exception_data(error.title, [line]) from None
+
+    return WrapValidator(validate)
+
+
 class Body(BaseModel):
     """A JSON object whose fields are all known."""
 
@@ -83,11 +114,12 @@ class SamplingFields(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = Field(None, description="Completions of each prompt.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: (
+    stop: Annotated[
         Annotated[str, Field(min_length=1)]
         | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)]
-        | None
-    ) = None
+        | None,
+        one_of(f"a text that is not empty, or a list of at most {MAX_STOPS} of them"),
+    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Has no effect.")
@@ -96,7 +128,10 @@ class SamplingFields(Body):
     denoising_steps: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Steps a block may take, 0 for one a position."
     )
-    confidence_threshold: Annotated[float, Field(ge=0, le=1)] | Literal["off"] | None = Field(
+    confidence_threshold: Annotated[
+        Annotated[float, Field(ge=0, le=1)] | Literal["off"] | None,
+        one_of('a probability, such as 0.9, or "off"'),
+    ] = Field(
         None,
         description='Commit every position above it in a step, or "off" for a fixed number a step.',
     )
@@ -148,6 +183,11 @@ class SamplingFields(Body):
         return self
 
     @property
+    def names(self) -> dict[str, str]:
+        """The client's names of the engine's fields, where they differ."""
+        return {}
+
+    @property
     def choices(self) -> int:
         """Completions of each prompt."""
         return self.n or 1
@@ -197,7 +237,9 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Annotated[
+        str | list[TextPart], one_of('a text, or a list of parts {"type": "text", "text": ...}', deep=True)
+    ]
     name: str | None = Field(None, description="Has no effect.")
 
     def for_template(self) -> dict[str, str]:
@@ -216,6 +258,11 @@ class ChatCompletionRequest(SamplingFields):
         None, description="Passed on to the model's chat template, such as enable_thinking."
     )
 
+    @property
+    def names(self) -> dict[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"prompt": "messages", "max_tokens": limit}
+
     @model_validator(mode="after")
     def _one_limit(self) -> ChatCompletionRequest:
         if self.max_completion_tokens is not None:
@@ -232,14 +279,15 @@ class ChatCompletionRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """Body of ``POST /v1/completions``."""
 
-    prompt: (
+    prompt: Annotated[
         str
         | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
         | Annotated[
             list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]], Field(min_length=1)
-        ]
-    ) = Field(description="A text or token ids, or several of one kind.")
+        ],
+        one_of("a text, token ids, or a list of texts or of token ids, none of the lists empty"),
+    ] = Field(description="A text or token ids, or several of one kind.")
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one by one."""

@@ -26,6 +26,16 @@ class HostEvent:
         return None
 
 
+def current_device(device: torch.device) -> AbstractContextManager[None]:
+    """Make a CUDA device current for the calling thread. Kernels are launched there, whatever they read."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Event after the work that was put on a device's current stream; None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
 class _Current(AbstractContextManager[None]):
     """A device and one of its streams are current inside; like torch's own, in half the time."""
 

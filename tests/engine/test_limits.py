@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from herald.engine.limits import check_page, check_prompt
+from herald.config import EngineConfig
+from herald.engine.factory import make_engine
+from herald.engine.limits import check_page, check_prompt, output_room
 from herald.errors import InvalidOption, PromptTooLong
 from herald.models import ModelConfig, read_config
 from herald.models.rope import RopeScaling
 from herald.sampling_params import SamplingParams
-from tests.engine.conftest import GOLDEN
+from herald.tokenizer import Tokenizer
+from tests.engine.conftest import DENSE, GOLDEN
+from tests.support.golden import golden_model
 
 PARAMS = SamplingParams(max_tokens=16)
 
@@ -56,3 +61,25 @@ def test_blocks_fit_into_pages() -> None:
     check_page(8, 64)
     with pytest.raises(InvalidOption, match="page_size=72"):
         check_page(24, 64)
+
+
+@pytest.mark.parametrize("limit", [100, 256, 300])
+@pytest.mark.parametrize("folder", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
+def test_the_room_for_an_output_is_all_there_is(folder: str, limit: int) -> None:
+    """For every family: that many tokens are taken, and one more is refused."""
+    model = golden_model(folder, "cpu", torch.float32)
+    engine = make_engine(model, Tokenizer(GOLDEN / folder), DENSE, EngineConfig(max_model_len=limit))
+    options = [SamplingParams()]
+    if model.config.full_attention:
+        options += [SamplingParams(cache="dual"), SamplingParams(block_length=24)]
+    elif not model.config.noise:
+        options += [SamplingParams(block_length=2 * model.config.block_length)]
+    for params in options:
+        for length in (1, 7, 33, 64, 90):
+            room = output_room(model.config, limit, length, params)
+            if room < 1:
+                continue
+            engine.new_request([1] * length, replace(params, max_tokens=room))
+            with pytest.raises(PromptTooLong):
+                engine.new_request([1] * length, replace(params, max_tokens=room + 1))
+    engine.close()

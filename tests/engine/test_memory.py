@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
 from herald.config import EngineConfig, OffloadConfig
-from herald.engine.bounce import BounceBuffers
+from herald.engine.bounce import BounceBuffers, Sent
 from herald.engine.engine import Engine
-from herald.errors import InvalidOption, RetrievalFailed
+from herald.errors import InvalidOption, RetrievalFailed, UsageError
 from herald.models import load_model
 from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
+from herald.transfer.threads import HostTicket
 from tests.engine.conftest import DENSE, GOLDEN, MakeEngine
 from tests.engine.support import random_prompt, run, tokens
 
@@ -92,3 +95,47 @@ def test_a_bounce_buffer_has_one_user() -> None:
     buffers.give_back(taken[0])
     assert buffers.take(torch.zeros(1, 1, 8, 2)).shape == (1, 1, 8, 2)
     assert buffers.take(torch.zeros(1, 1, 4, 2)) is taken[0]
+
+
+class Way:
+    """A transfer: what it makes of copies to the host."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def write_back(self, *arguments: Any, after: object) -> HostTicket:
+        if self.how == "refused":
+            raise UsageError("the transfer is closed")
+        ticket = HostTicket(0)
+        if self.how == "failed":
+            ticket.fail(OSError("the bus broke"))
+        else:
+            ticket.finish((0.0, 1.0))
+        return ticket
+
+
+@pytest.mark.parametrize("how", ["works", "unread", "refused", "failed", "no room"])
+def test_bounce_buffers_come_back(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Whatever goes wrong; only those that a failed copy may still write to are nobody's any more."""
+    buffers, kept = BounceBuffers(), [torch.zeros(2, 3), torch.zeros(4)]
+    for each in kept:
+        buffers.give_back(each)
+    rows = torch.ones(2, 3), torch.ones(4), torch.ones(1)
+    take = buffers.take
+
+    def limited(part: torch.Tensor) -> torch.Tensor:
+        if part.numel() == 1:
+            raise torch.OutOfMemoryError("no room")
+        return take(part)
+
+    if how == "no room":
+        monkeypatch.setattr(buffers, "take", limited)
+    errors = {"unread": ValueError, "refused": UsageError, "failed": OSError, "no room": RuntimeError}
+    with pytest.raises(errors[how]) if how in errors else nullcontext():
+        sent = Sent(buffers, rows, Way(how), None)  # type: ignore[arg-type]
+        with sent.arrived() as host:
+            assert [part.shape for part in host] == [part.shape for part in rows]
+            if how == "unread":
+                raise ValueError("nobody reads them")
+    again = [take(part) for part in rows[:2]]
+    assert all((a is b) == (how != "failed") for a, b in zip(again, kept, strict=True))

@@ -178,6 +178,9 @@ def damage(folder: Path, what: str) -> None:
         manifest.write_text(json.dumps(about | {"format": "other"}))
     elif what == "version":
         manifest.write_text(json.dumps(about | {"version": 2}))
+    elif what == "budget":
+        about["about"]["kv_budget"] = 2
+        manifest.write_text(json.dumps(about))
     elif what == "no files":
         manifest.write_text(json.dumps({key: about[key] for key in ("format", "version", "about")}))
     else:
@@ -185,7 +188,7 @@ def damage(folder: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["bit", "missing", "short", "swapped", "no json", "format", "version", "no files"]
+    "what", ["bit", "missing", "short", "swapped", "no json", "format", "version", "no files", "budget"]
 )
 def test_damage_is_found_and_leaves_nothing(saved: Path, tmp_path: Path, what: str, expected: Any) -> None:
     folder = tmp_path / "copy"

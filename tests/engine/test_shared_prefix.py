@@ -243,6 +243,30 @@ def test_an_answer_of_a_smaller_budget_is_not_shared(make_engine: MakeEngine) ->
     assert list(second.output_ids) == tokens(run(make_engine("sdar_b8"), [more], whole))[0]
 
 
+def test_an_answer_is_not_for_those_who_ask_for_more_rows(make_engine: MakeEngine) -> None:
+    """A request whose budget is above the engine's gets rows that its own makes, or a prefill."""
+    engine = engine_of(make_engine, "sdar_b8", OffloadConfig(kv_budget=0.05, **SMALL))
+    few = replace(PARAMS, max_tokens=200)
+    all_rows = replace(few, kv_budget=1.0)
+    prompt = random_prompt(520, 1)
+    (first,) = run(engine, [prompt], few)
+    more = [*prompt, *first.output_ids, *random_prompt(20, 2)]
+    (rich,) = run(engine, [more], all_rows)
+    assert 0 < rich.counters.cached_tokens <= len(prompt)
+    dense = make_engine("sdar_b8", prefill_chunk=CHUNK)
+    assert rich.output_ids == tokens(run(dense, [more], few))[0]
+    (poor,) = run(engine, [more], few)
+    assert poor.counters.cached_tokens > len(prompt)
+    # What follows an answer in a prompt is made of it.
+    again = [*more, *poor.output_ids, *random_prompt(90, 3)]
+    (poor,) = run(engine, [again], few)
+    assert poor.counters.cached_tokens > len(more)
+    (rich,) = run(engine, [again], all_rows)
+    assert rich.counters.cached_tokens <= len(more)
+    assert rich.output_ids == tokens(run(dense, [again], few))[0]
+    assert not leaks(engine)
+
+
 def test_an_answer_of_an_aborted_request_is_shared(make_engine: MakeEngine) -> None:
     engine = make_engine(offload=SPARSE)
     prompt = random_prompt(100, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from herald.config import OffloadConfig
+from herald.engine import engine as engine_module
 from herald.engine.blocks import BlockTable
 from herald.engine.decoder import MAX_AHEAD, MAX_UNDER_WAY, Decoder
 from herald.engine.engine import Engine
@@ -220,3 +223,27 @@ def test_rows_that_are_not_given_are_skipped() -> None:
         assert report.inputs[5:].tolist() == [10] * 3 * (kept > 0) + [11] * 3 * (kept > 1) + [-1] * (
             6 - 3 * kept
         )
+
+
+def test_the_models_device_is_current_in_a_step(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are launched on the device that is current, whichever their tensors are on."""
+    current: list[torch.device] = []
+
+    @contextmanager
+    def noted(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    run_program = StepProgram._run
+
+    def watched(program: StepProgram) -> None:
+        assert current == [engine.model.device]
+        run_program(program)
+
+    engine = make_engine("sdar_b8", SPARSE)
+    monkeypatch.setattr(engine_module, "current_device", noted)
+    monkeypatch.setattr(StepProgram, "_run", watched)
+    assert tokens(run(engine, [random_prompt(90, 1)], PARAMS)) and not current

@@ -10,16 +10,20 @@ from contextlib import suppress
 import pytest
 import torch
 
-from herald import AsyncLLM, EngineConfig, OffloadConfig
+from herald import LLM, AsyncLLM, EngineConfig, OffloadConfig
 from herald.engine.async_engine import AsyncEngine
 from herald.engine.engine import Engine
+from herald.engine.program import StepProgram
 from herald.engine.reserve import reserve
+from herald.engine.runner import LaneRunner
+from herald.errors import StepFailed
 from herald.models import load_model
 from herald.outputs import RequestOutput
 from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
-from tests.engine.conftest import GOLDEN
+from tests.engine.conftest import DENSE, GOLDEN
 from tests.engine.support import leaks, random_prompt, run, tokens
+from tests.engine.test_failures import PROMPTS, NoRoom, survive
 
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 from tests.serve.support import CONFIG, Running, raw_post, serving
@@ -133,3 +137,44 @@ def _leave(running: Running) -> None:
     until(lambda: running.llm.stats().num_running >= 4)
     for connection in connections:
         hang_up(connection, rudely=True)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("offload", [OffloadConfig(kv_budget=0.2, min_resident_rows=64), DENSE])
+def test_a_device_that_is_not_the_current_one(offload: OffloadConfig) -> None:
+    """Another device is current in the threads that ask, and in those that this package starts."""
+    options = {"offload": offload, "engine": EngineConfig(max_model_len=4096)}
+    prompts = ["The code is 4711. " * count + "Question: the code?\nAnswer:" for count in (3, 60, 100)]
+    params = SamplingParams(max_tokens=64, ignore_eos=True, confidence_threshold=None, denoising_steps=4)
+    torch.cuda.set_device(0)
+    with LLM("tiny", "cuda:0", **options) as llm:
+        expected = [output.outputs[0].text for output in llm.generate(prompts, params)]
+    with LLM("tiny", "cuda:1", **options) as llm:
+        assert [output.outputs[0].text for output in llm.generate(prompts, params)] == expected
+        assert torch.cuda.current_device() == 0
+        assert [output.outputs[0].text for output in llm.generate(prompts, params)] == expected, (
+            "shared pages"
+        )
+    with serving(CONFIG, lambda: AsyncLLM("tiny", "cuda:1", **options, reserve_tokens=None)) as running:
+        for prompt, text in zip(prompts, expected, strict=True):
+            body = {"prompt": prompt, "max_tokens": 64, "ignore_eos": True, "confidence_threshold": "off"}
+            status, answer = running.post("/v1/completions", {**body, "denoising_steps": 4})
+            assert status == 200 and answer["choices"][0]["text"] == text
+
+
+def test_a_step_without_room_ends_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    reserve(engine, 4 * 2048)
+    for owner, name in ((LaneRunner, "program"), (StepProgram, "run")):
+        with monkeypatch.context() as patch:
+            assert StepFailed in survive(engine, NoRoom(patch, owner, name), PROMPTS, PARAMS)
+    expected = tokens(run(engine, PROMPTS, PARAMS))
+    engine.decoder.forget_programs()
+    no_room = NoRoom(monkeypatch, StepProgram, "record")
+    no_room.arm(1)
+    request = engine.add_request(PROMPTS[1], PARAMS)
+    while engine.has_work:
+        engine.step()
+    assert isinstance(request.error, StepFailed)
+    assert tokens(run(engine, PROMPTS, PARAMS)) == expected and not leaks(engine)
+    engine.close()

@@ -228,6 +228,8 @@ def _mixed_load(server: Running, llm: LLM, clients: int, short: int, long: int) 
         answer = await client.completions.create(
             model="tiny", prompt=text(number), max_tokens=32, extra_body={"ignore_eos": True}
         )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == (long if number % 8 == 5 else short)
         return answer.choices[0].text
 
     async def all_of_them() -> list[str]:

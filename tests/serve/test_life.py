@@ -22,7 +22,7 @@ import pytest
 from herald.cli.main import main
 from herald.errors import InvalidOption
 from herald.serve.lifecycle import Stage
-from tests.serve.support import CONFIG, load_tiny, request, serving, until_ready
+from tests.serve.support import CONFIG, load_tiny, raw_post, request, serving, until_ready
 from tests.serve.test_clients_that_leave import begin, hang_up, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,6 +220,26 @@ def test_a_second_signal_ends_requests_at_once() -> None:
             received += piece
         assert b"shutting down" in received and b"[DONE]" not in received
         hang_up(connection)
+
+
+def test_half_a_request_holds_no_shutdown_up() -> None:
+    """A client that never sends the rest of its body is none of those that a drain waits for."""
+    config = dataclasses.replace(CONFIG, drain_seconds=60.0)
+    with serving(config) as running:
+        whole = raw_post("/v1/completions", json.dumps({"prompt": "a" * 100}).encode())
+        connections = [running.connect() for _ in range(3)]
+        for connection, length in zip(connections, (20, 80, len(whole) - 1), strict=True):
+            connection.sendall(whole[:length])
+        time.sleep(0.1)
+        start = time.monotonic()
+        running.server.stop()
+        connections[2].sendall(whole[-1:])  # the rest comes too late
+        running.thread.join(30)
+        assert not running.thread.is_alive() and time.monotonic() - start < 20
+        received = connections[2].recv(65536)
+        assert not received or b" 503 " in received
+        for connection in connections:
+            hang_up(connection)
 
 
 def test_a_step_that_hangs_is_reported(

@@ -64,28 +64,83 @@ def test_values_that_mean_nothing_are_taken(server: Running) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options", "refused_value"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_field"),
         ({"kv_budget": 0.9}, "kv_budget", "invalid_value"),
+        ({"denoising_steps": 10**30}, "denoising_steps", "invalid_value"),
+        ({"denoising_steps": 1025}, "denoising_steps", "invalid_value"),
+        ({"max_post_steps": 10**9}, "max_post_steps", "invalid_value"),
+        ({"block_length": 64}, "block_length", "invalid_value"),
+        ({"block_length": 10**30}, "block_length", "invalid_value"),
+        ({"stop": ["a"] * 17}, "stop", "invalid_value"),
+        ({"stop": [""]}, "stop", "invalid_value"),
+        ({"stop": 5}, "stop", "invalid_value"),
+        ({"confidence_threshold": "on"}, "confidence_threshold", "invalid_value"),
+        ({"confidence_threshold": 1.5}, "confidence_threshold", "invalid_value"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "invalid_value"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0", "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type",
+         "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text",
+         "missing_field"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
+         "messages.0.content.0.y", "unknown_field"),
         ({"editing_threshold": 0.5}, "editing_threshold", "invalid_value"),
         ({"block_length": 24}, "block_length", "invalid_value"),
         ({"model": "gpt-4"}, "model", "model_not_found"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "refused_value"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, None, None),
-        ({"max_tokens": 10**9}, None, "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages", "context_length_exceeded"),
+        ({"max_tokens": 10**9}, "max_tokens", "context_length_exceeded"),
+        ({"max_completion_tokens": 10**9}, "max_completion_tokens", "context_length_exceeded"),
     ],
 )  # fmt: skip
-def test_wrong_fields(server: Running, fields: dict[str, Any], param: str | None, code: str | None) -> None:
-    status, answer = server.post("/v1/chat/completions", {**chat("Hello"), **fields})
-    error = answer["error"]
-    assert status == (404 if code == "model_not_found" else 400)
-    assert code is None or (error["code"] == code and error["param"] == param)
-    assert error["message"] and error["type"] == "invalid_request_error"
+def test_wrong_fields(server: Running, fields: dict[str, Any], param: str, code: str) -> None:
+    for stream in (False, True):
+        asked = {**chat("Hello"), **fields, "stream": fields.get("stream", stream and "n" not in fields)}
+        status, answer = server.post("/v1/chat/completions", asked)
+        error = answer["error"]
+        assert status == (404 if code == "model_not_found" else 400)
+        assert (error["code"], error["param"]) == (code, param)
+        assert error["message"] and error["type"] == "invalid_request_error"
+        if "stream_options" in fields:
+            break
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], [""], [[]], [1, "a"], [-1], [10**6], [[1], "a"], {"a": 1}, 5, None]
+    "prompt", ["", [], [""], [[]], [1, "a"], [-1], [10**6], [[1], "a"], {"a": 1}, 5, None, "\ud800"]
 )
 def test_wrong_prompts(server: Running, prompt: Any) -> None:
     status, answer = server.post("/v1/completions", {"prompt": prompt})
-    assert status == 400 and answer["error"]["message"]
+    error = answer["error"]
+    assert status == 400 and (error["code"], error["param"]) == ("invalid_value", "prompt")
+    # What the message says is about the prompt, not about one of the kinds that it could have been.
+    told = ("no tokens", "is not in the vocabulary", "lone surrogate", "use a text, token ids, or a list")
+    assert any(each in error["message"] for each in told)
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "", "text/plain", "application/x-www-form-urlencoded", "application/"]
+)
+def test_a_body_that_is_not_said_to_be_json(server: Running, kind: str | None) -> None:
+    body = json.dumps({"prompt": "a", "messages": [], "tokens": []}).encode()
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        with server.connect() as connection:
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+            head += "" if kind is None else f"content-type: {kind}\r\n"
+            connection.sendall(head.encode() + b"\r\n" + body)
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 400") and b"content-type: application/json'" in answer
+
+
+def test_json_by_any_of_its_names(server: Running) -> None:
+    for kind in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
+        body = {"prompt": "a", "max_tokens": 4}
+        assert server.post("/v1/completions", body, {"content-type": kind})[0] == 200, kind
+
+
+def test_divisors_of_the_block_length_are_served(server: Running) -> None:
+    body = {"prompt": "abc", "max_tokens": 8, "block_length": 8, "denoising_steps": 1024}
+    assert server.post("/v1/completions", body)[0] == 200
+    status, answer = server.post("/v1/completions", {**body, "block_length": 24})
+    assert status == 400 and "use one of 1, 2, 4, 8, 16" in answer["error"]["message"]
 
 
 def test_a_prompt_that_is_too_long_is_told_the_numbers(server: Running, client: openai.OpenAI) -> None:
@@ -110,9 +165,12 @@ def test_bad_json(server: Running, body: bytes) -> None:
 
 
 def test_paths_and_methods(server: Running) -> None:
-    assert server.get("/v1/nothing")[0] == 404 and server.get("/nothing")[1]["error"]["message"]
+    for path in ("/v1/nothing", "/nothing", "/v1/completions/", "/health/"):
+        status, answer = server.get(path)
+        assert status == 404 and answer["error"]["code"] == "no_such_path"
     status, answer = server.get("/v1/completions")
-    assert status == 405 and answer["error"]["type"] == "invalid_request_error"
+    assert status == 405 and answer["error"]["code"] == "method_not_allowed"
+    assert answer["error"]["message"] == "GET is not allowed here; use POST"
     assert server.post("/detokenize", {"tokens": [10**6]})[0] == 400
     assert server.post("/detokenize", {"tokens": [10**30]})[0] == 400
     assert server.post("/tokenize", {})[0] == 400
@@ -282,7 +340,8 @@ def test_ids_of_requests_come_back(server: Running) -> None:
     [
         {"port": 70000}, {"port": "x"}, {"api_keys": "key"}, {"api_keys": ("",)}, {"api_keys": ("k\n",)},
         {"served_model_names": ["a"]}, {"max_waiting": -1}, {"max_body_bytes": 0}, {"max_choices": 0},
-        {"max_tokens": 0}, {"max_kv_budget": 2.0}, {"keep_alive_seconds": 0.0}, {"drain_seconds": -1.0},
+        {"max_tokens": 0}, {"max_kv_budget": 2.0}, {"max_block_length": -1}, {"max_denoising_steps": 0},
+        {"keep_alive_seconds": 0.0}, {"drain_seconds": -1.0},
         {"watchdog_seconds": -1.0}, {"access_log": 1}, {"host": 5},
     ],
 )  # fmt: skip

@@ -77,8 +77,9 @@ def test_a_report_in_a_few_numbers(tmp_path: Path) -> None:
 def test_what_the_load_generator_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "load"
     args = run._parser().parse_args(["--out", str(out), "--rates", "1,2.5", "--api-key", "k"])
-    spec = run.configuration(args, 48)["spec"]
-    assert spec["profile"] == {"kind": "poisson", "rate": [1.0, 2.5]}
+    assert args.rates == [1.0, 2.5]
+    spec = run.configuration(args, 2.5, tmp_path, 48)["spec"]
+    assert spec["profile"] == {"kind": "poisson", "rate": [2.5]}
     assert spec["backend"]["api_key"] == "k" and spec["constraints"][0]["count"] == 48
     with pytest.raises(SystemExit, match="pipx install guidellm"):
         monkeypatch.setattr("sys.argv", ["run", "--out", str(out), "--guidellm", "no-such-program"])
@@ -87,7 +88,8 @@ def test_what_the_load_generator_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     tool = tmp_path / "guidellm"
     report = json.dumps({"benchmarks": [benchmark(0.5, 0.1)]})
     tool.write_text(
-        f"#!/bin/sh\ntest -s {out}/requests.jsonl && test -s \"$3\" && echo '{report}' > {out}/report.json\n"
+        f'#!/bin/sh\nat=$(dirname "$3")\n'
+        f"test -s $at/requests.jsonl && test -s \"$3\" && echo '{report}' > $at/report.json\n"
     )
     tool.chmod(0o755)
     small = [
@@ -100,8 +102,12 @@ def test_what_the_load_generator_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         "--seed",
         str(random.Random(0).random())[2:5],
     ]
-    monkeypatch.setattr("sys.argv", ["run", "--out", str(out), "--guidellm", str(tool), *small])
+    argv = ["run", "--out", str(out), "--guidellm", str(tool), "--rates", "0.5,4", *small]
+    monkeypatch.setattr("sys.argv", argv)
     run.main()
-    assert len((out / "requests.jsonl").read_text("utf-8").splitlines()) == 4
-    assert json.loads((out / "summary.json").read_text("utf-8"))[0]["rate"] == 0.5
+    sent = [(out / rate / "requests.jsonl").read_text("utf-8").splitlines() for rate in ("0.5", "4")]
+    assert [len(each) for each in sent] == [4, 4] and not set(sent[0]) & set(sent[1])
+    whole = json.loads((out / "summary.json").read_text("utf-8"))
+    assert [row["rate"] for row in whole["rates"]] == [0.5, 0.5] and whole["machine"]["cores"]
+    assert whole["options"]["questions"] == 2 and "k" not in whole["options"].values()
     assert (out / "latency.png").exists()

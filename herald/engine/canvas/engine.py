@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from herald.config import EngineConfig, OffloadConfig, check
-from herald.decode import BlockState, CanvasPolicy, Policy, StopChecker
+from herald.decode import BlockState, CanvasPolicy
 from herald.engine.blocks import to_device
 from herald.engine.canvas.commit import commit
 from herald.engine.canvas.full_forward import FullForward, Keep
@@ -18,14 +18,14 @@ from herald.engine.canvas.request import CanvasRequest
 from herald.engine.canvas.steps import Step, StepsUnderWay, part_of
 from herald.engine.canvas.windows import Windows
 from herald.engine.engine import Engine, ProgressCallback
+from herald.engine.failures import retrieval_error, step_error
+from herald.engine.intake import Intake
 from herald.engine.limits import check_prompt
-from herald.engine.planner import retrieval_error
 from herald.engine.reports import ReportPool
 from herald.engine.request import Phase, Request
 from herald.errors import NonFiniteLogits
 from herald.models import BlockModel
 from herald.outputs import Progress
-from herald.sampling_params import SamplingParams
 from herald.tokenizer import Tokenizer
 
 # Options of offload that ask for a look-ahead; rows are chosen when a block begins, and are there at once.
@@ -61,13 +61,8 @@ class CanvasEngine(Engine):
         self._report = self._reports.take()  # of the full forward under way
         self._turns = itertools.count(1)
 
-    @torch.no_grad()
-    def step(self, progress: ProgressCallback | None = None) -> list[Request]:
-        """Admit, run units of one full forward, denoise one cached step.
-
-        Returns:
-            Requests with news: a finished block, the end, or an error.
-        """
+    def _step(self, progress: ProgressCallback | None) -> list[Request]:
+        """Admit, run units of one full forward, denoise one cached step."""
         news = self.end_aborted()
         news += self._admit()
         news += self._run_full_forward(progress)
@@ -80,22 +75,12 @@ class CanvasEngine(Engine):
         super().close()
         self._windows.forget()
 
-    def _make_request(
-        self,
-        request_id: str,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        eos: tuple[int, ...],
-        checker: StopChecker,
-        policy: Policy,
-        prompt: str | None,
-    ) -> Request:
-        assert isinstance(policy, CanvasPolicy)
-        plan = policy.plan(params, self.model.config.block_length)
-        check_prompt(prompt_ids, params, 1, self.model.config, self.max_model_len, plan.length)
+    def _make_request(self, came: Intake) -> Request:
+        assert isinstance(came.policy, CanvasPolicy)
+        plan = came.policy.plan(came.params, self.model.config.block_length)
+        check_prompt(came.prompt_ids, came.params, 1, self.model.config, self.max_model_len, plan.length)
         refreshes = self.offload.enabled and self.offload.refresh_step > 0 and plan.cache != "none"
-        given = (params, plan.block_length, eos, checker, policy, prompt)
-        return CanvasRequest(request_id, prompt_ids, *given, plan=plan, refreshes=refreshes)
+        return CanvasRequest(**vars(came), block_length=plan.block_length, plan=plan, refreshes=refreshes)
 
     def _start_prefill(self, request: Request) -> None:
         assert isinstance(request, CanvasRequest)
@@ -225,10 +210,16 @@ class CanvasEngine(Engine):
         if not ready:
             return news
         first = min(ready, key=lambda each: each.turn)
-        step = self._windows.launch([r for r in ready if self._windows.kind(r) == self._windows.kind(first)])
-        self._windows.start_refreshes(step, self.retriever)
-        self._launched(step)
-        return news + self._end_failed([part.request for part in step.parts])
+        group = [r for r in ready if self._windows.kind(r) == self._windows.kind(first)]
+        try:
+            step = self._windows.launch(group)
+        except Exception as error:  # no room on the device, say: half a step ran
+            for each in group:
+                each.error = step_error(each, error)
+        else:
+            self._windows.start_refreshes(step, self.retriever)
+            self._launched(step)
+        return news + self._end_failed([*group])
 
     def _launched(self, step: Step) -> None:
         """A step is under way; the next one of a request need not wait where what it takes is certain."""

@@ -13,14 +13,15 @@ from herald.engine.canvas.commit import block_views, commit
 from herald.engine.canvas.request import CanvasRequest
 from herald.engine.canvas.steps import Step, part_of
 from herald.engine.canvas.window_step import WindowShape, WindowStep
+from herald.engine.failures import retrieval_error
 from herald.engine.lanes import next_power_of_2
-from herald.engine.planner import retrieval_error
 from herald.engine.prefill import asking
 from herald.engine.program import HEAD_LANES
 from herald.engine.reports import ReportPool
 from herald.engine.retriever import Retriever
 from herald.engine.runner import LaneRunner
 from herald.engine.trace import Span, Trace
+from herald.transfer.streams import record_event
 
 
 class Windows:
@@ -93,7 +94,7 @@ class Windows:
                 votes = asking(block_views(request)[1], shifted)
                 lse = forward.lse[:, lane].masked_fill(~votes[:, None], float("inf"))
                 queries = forward.queries[:, lane].contiguous()
-                after = torch.cuda.current_stream().record_event() if queries.is_cuda else None
+                after = record_event(queries.device)
                 request.selection = retriever.select(request, queries, lse, request.block, False, after)
             except Exception as error:
                 request.error = retrieval_error(request, error)

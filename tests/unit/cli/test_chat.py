@@ -76,6 +76,7 @@ def test_errors_do_not_end_it(talk: Talk) -> None:
         "/nothing",
         "/file",
         "/file /no/such/file",
+        "/file -",
         "x" * 2000,
         "/stats",
         "/help",
@@ -83,7 +84,8 @@ def test_errors_do_not_end_it(talk: Talk) -> None:
     code, out, _ = talk(lines)
     assert code == 0
     for message in (
-        "/nothing is no command", "/file is no command", "'/no/such/file' does not exist",
+        "/nothing is no command", "/file is no command", "/file '/no/such/file' does not exist",
+        "/file - would read the conversation",
         "limit of 1,024 positions", "nothing was answered yet", "/reset",
     ):  # fmt: skip
         assert message in out, message

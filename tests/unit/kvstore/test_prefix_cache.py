@@ -9,7 +9,7 @@ import pytest
 
 from herald.errors import HostPoolTooSmall, UsageError
 from herald.kvstore import CachedPage, PageAllocator, PrefixCache
-from herald.kvstore.prefix_keys import FREE_PIECE, exact_keys, root_key, token_keys
+from herald.kvstore.prefix_keys import FREE_PIECE, Made, exact_keys, root_key, token_keys
 
 SIZE = 4
 ROOT = root_key(4)
@@ -25,20 +25,30 @@ class Owner:
 
     def names(self, tokens: str, piece: int = SIZE) -> tuple[list[bytes], list[bytes]]:
         names = token_keys(ROOT, [ord(each) for each in tokens for _ in range(SIZE)], SIZE)
-        return names, exact_keys(ROOT, names, [piece] * len(names))
+        return names, exact_keys(ROOT, names, [Made(piece)] * len(names))
 
     def share(self, tokens: str, piece: int = SIZE) -> list[CachedPage]:
         """Fill a page for each letter and keep none."""
         assert self.cache.make_room(len(tokens))
         pages = self.pool.allocate(len(tokens))
         names, exact = self.names(tokens, piece)
-        nodes = self.cache.add(pages, names, exact, [piece] * len(names))
+        nodes = self.cache.add(pages, names, exact, [Made(piece)] * len(names))
         self.pool.release(pages)
         return nodes
 
-    def found(self, tokens: str, piece: int = SIZE, ends: list[bool] | None = None) -> int:
+    def share_answer(self, tokens: str, made: Made) -> None:
+        """Fill a page for each letter, the last of them by decoding, behind pieces of 12."""
+        names, _ = self.names(tokens)
+        how = [Made(12)] * (len(tokens) - 1) + [made]
+        pages = self.pool.allocate(len(tokens))
+        self.cache.add(pages, names, exact_keys(ROOT, names, how), how)
+        self.pool.release(pages)
+
+    def found(
+        self, tokens: str, piece: int = SIZE, ends: list[bool] | None = None, kv_budget: float = 0.0
+    ) -> int:
         names, exact = self.names(tokens, piece)
-        return len(self.cache.match(names, exact, ends or [True] * len(names)))
+        return len(self.cache.match(names, exact, ends or [True] * len(names), kv_budget))
 
 
 def test_names_depend_on_everything_before() -> None:
@@ -52,10 +62,12 @@ def test_names_depend_on_everything_before() -> None:
         changed = token_keys(ROOT, other, SIZE)
         assert [a == b for a, b in zip(whole, changed)] == [i < position // SIZE for i in range(10)]
     assert not set(whole) & set(token_keys(root_key(8), tokens, SIZE))
-    pieces = [8] * 5 + [4] * 5
-    exact = exact_keys(ROOT, whole, pieces)
-    assert exact_keys(ROOT, whole, pieces, exact[:6]) == exact
-    assert [a == b for a, b in zip(exact, exact_keys(ROOT, whole, [8] * 10))] == [True] * 5 + [False] * 5
+    made = [Made(8)] * 5 + [Made(4)] * 5
+    exact = exact_keys(ROOT, whole, made)
+    assert exact_keys(ROOT, whole, made, exact[:6]) == exact
+    for other in (Made(8), Made(4, 0.5)):
+        others = exact_keys(ROOT, whole, made[:5] + [other] * 5)
+        assert [a == b for a, b in zip(exact, others)] == [True] * 5 + [False] * 5
 
 
 def test_the_longest_prefix_is_found() -> None:
@@ -73,14 +85,25 @@ def test_an_answer_is_found_however_its_prompt_was_computed() -> None:
     owner = Owner(20)
     owner.share("abcd", piece=12)
     assert owner.found("abcd") == 0
-    names, exact = owner.names("abcde", 12)
-    exact = exact_keys(ROOT, names, [12] * 4 + [FREE_PIECE])
-    pages = owner.pool.allocate(5)
-    owner.cache.add(pages, names, exact, [12] * 4 + [FREE_PIECE])
-    owner.pool.release(pages)
+    owner.share_answer("abcde", Made(FREE_PIECE))
     assert len(owner.cache) == 5
     assert owner.found("abcdef", ends=[False] * 6) == 5
     assert owner.found("abcdx") == 0  # not the answer: what its own prefill would make, or nothing
+
+
+def test_an_answer_is_for_those_who_ask_for_no_more_rows() -> None:
+    owner = Owner(20)
+    owner.share("abcd", piece=12)
+    owner.share_answer("abcde", Made(FREE_PIECE, 0.1))
+    assert [owner.found("abcdef", kv_budget=budget) for budget in (0.05, 0.1, 0.2)] == [5, 5, 0]
+    owner.share_answer("abcde", Made(FREE_PIECE, 0.5))
+    owner.share_answer("abcde", Made(FREE_PIECE, 0.5))
+    assert len(owner.cache) == 6, "one page for each budget"
+    assert [owner.found("abcdef", kv_budget=budget) for budget in (0.1, 0.2, 0.5, 0.6)] == [5, 5, 5, 0]
+    names, exact = owner.names("abcde", 7)
+    nodes, whole = owner.cache.acquire_all(names, exact)
+    assert not whole and [node.made.kv_budget for node in nodes] == [1.0] * 4 + [0.5]
+    owner.pool.release([node.page for node in nodes])
 
 
 def test_the_oldest_leaves_first_and_children_before_parents() -> None:
@@ -113,6 +136,21 @@ def test_what_is_held_or_pinned_stays() -> None:
     assert owner.cache.make_room(4) and not owner.cache.make_room(5)
     owner.pool.release([node.page for node in held])
     assert owner.cache.make_room(6) and len(owner.cache) == 0
+
+
+def test_what_leads_to_a_page_in_use_stays() -> None:
+    """Somebody computed the whole prefix again and holds what follows: nothing before that can leave."""
+    owner = Owner(10)
+    owner.share("abc")
+    names, exact = owner.names("abcd")
+    held = owner.pool.allocate(4)
+    owner.cache.add(held, names, exact, [Made(SIZE)] * 4)
+    owner.share("xy")
+    assert owner.pool.num_free == 1 and len(owner.cache) == 6
+    assert not owner.cache.make_room(4) and len(owner.cache) == 6 and owner.cache.evicted_pages == 0
+    assert owner.cache.make_room(3) and owner.found("abcd") == 4 and owner.found("xy") == 0
+    owner.pool.release(held)
+    assert owner.cache.make_room(10) and not len(owner.cache)
 
 
 def test_moving_to_another_pool() -> None:
@@ -160,7 +198,7 @@ def test_against_a_plain_model(seed: int) -> None:
         pages = [node.page for node in shared] + fresh.tolist()
         contents.update({page: text[: at + 1] for at, page in enumerate(pages)})
         if rng.random() < 0.8:
-            owner.cache.add(pages, names, exact, [SIZE] * len(names))
+            owner.cache.add(pages, names, exact, [Made(SIZE)] * len(names))
         holders.append(pages)
         cached = {node.page for node in owner.cache._by_exact.values()}
         counts = [owner.pool.references(page) for page in range(24)]
