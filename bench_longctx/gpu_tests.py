@@ -66,9 +66,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     paths = args.paths or PATHS
-    runs = [run_pytest(paths, "gpu and not timed", args.jobs), run_pytest(paths, "gpu and timed", 1)]
-    if args.json:
-        args.json.write_text(json.dumps({"machine": machine.describe(), "runs": runs}, indent=1) + "\n")
+    runs: list[dict[str, Any]] = []
+    for marks, jobs in (("gpu and not timed", args.jobs), ("gpu and timed", 1)):
+        runs.append(run_pytest(paths, marks, jobs))
+        if args.json:  # after each, so that one cut short leaves the other
+            args.json.write_text(json.dumps({"machine": machine.describe(), "runs": runs}, indent=1) + "\n")
     failed, skipped = (sum(len(r[what]) for r in runs) for what in ("failed", "skipped"))
     passed = sum(r["tests"] for r in runs) - failed - skipped
     print(f"{passed} passed, {failed} failed, {skipped} skipped")

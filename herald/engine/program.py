@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from herald.cuda_driver import RECORDING
 from herald.engine.blocks import BlockTable
 from herald.engine.lane_attention import LaneAttention
 from herald.engine.lanes import StepInputs, StepPlan, StepShape
@@ -36,14 +37,15 @@ def record_graph(run: Callable[[], None], pool: Any, stream: torch.cuda.Stream) 
         pool: handle of the memory that all graphs share; they never run at the same time.
         stream: to record on, one for all graphs: cuBLAS keeps a workspace for every stream it has seen.
     """
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        run()  # compiles kernels and sets libraries up, which a recording must not do
-    stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Other threads copy and allocate meanwhile; only this one is held to what a recording allows.
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        run()
+    with RECORDING:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            run()  # compiles kernels and sets libraries up, which a recording must not do
+        stream.synchronize()
+        # Other threads copy and allocate meanwhile; only this one is held to what a recording allows.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            run()
     return graph
 
 

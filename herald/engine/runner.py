@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from herald.cuda_driver import exclusive_stream
 from herald.engine.arena import DeviceArena
 from herald.engine.blocks import BlockTable
 from herald.engine.lanes import StepShape
@@ -16,10 +16,9 @@ from herald.models import BlockModel
 from herald_kernels import qk_norm_rope
 
 
-@lru_cache
 def recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of a process that records graphs on a device."""
-    return torch.cuda.Stream(device)
+    """The one stream of a process that records graphs of steps on a device."""
+    return exclusive_stream(device, "steps")
 
 
 class LaneRunner:

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from herald.cuda_driver import CudaDriver, Driver, HostDriver
 from herald.errors import UsageError
 from herald.kvstore.host_memory import REGISTER_BYTES
 from herald.kvstore.key_index import KeyIndex
-from herald.select.driver import CudaDriver, Driver, HostDriver
 from herald.select.worker import BackgroundWorker
 from herald_kernels import score_codes
 
@@ -325,10 +325,9 @@ class _Buffers:
 
     def _capture(self, arguments: tuple[Any, ...]) -> int:
         """A graph of `score_codes`. Its memory is zero: a first run, which compiles, scores no page."""
-        stream = self._memory.copy_stream
-        with self._driver.on(stream):
+        with self._driver.on(self._memory.copy_stream):
             score_codes(*arguments)
-        self._graphs.append(self._driver.capture(stream, lambda: score_codes(*arguments)))
+        self._graphs.append(self._driver.capture(lambda: score_codes(*arguments)))
         return self._graphs[-1]
 
     def _event(self, blocking: bool = False) -> int:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from herald import cuda_driver
 from herald.config import IndexBits
+from herald.cuda_driver import HostDriver
 from herald.errors import UsageError
 from herald.kvstore import HostPool, KeyIndex, RowLayout
 from herald.kvstore.native import find_native
-from herald.select import Selector, device_scan, driver
+from herald.select import Selector, device_scan
 from herald.select.device_scan import LAYERS_LEFT, LAYERS_UNDER_WAY, DeviceScan, ScanJob
-from herald.select.driver import HostDriver
 
 native: Any = find_native().module
 pytestmark = pytest.mark.skipif(native is None, reason=find_native().reason)
@@ -148,7 +149,7 @@ def test_what_stays_crosses_once(monkeypatch: pytest.MonkeyPatch) -> None:
             copied.append(count)
         move(to, source, count)
 
-    monkeypatch.setattr(driver.ctypes, "memmove", watch)
+    monkeypatch.setattr(cuda_driver.ctypes, "memmove", watch)
     of_page = case.index.codes[0, 0].nbytes
     for written, pages in [(None, 30), (None, 0), (18, 1), (None, 0)]:
         copied.clear()
@@ -309,7 +310,7 @@ def test_copies_stay_within_a_registration(monkeypatch: pytest.MonkeyPatch) -> N
         copied.append((source, count))
         move(to, source, count)
 
-    monkeypatch.setattr(driver.ctypes, "memmove", watch)
+    monkeypatch.setattr(cuda_driver.ctypes, "memmove", watch)
     scan = DeviceScan(native, case.index, torch.device("cpu"), "auto", least=0)
     alone, job = case.selector(), case.job(0, 480, 9)
     scan.start(job, native.Claims(LAYERS * HEADS)).wait()

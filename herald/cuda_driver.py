@@ -1,13 +1,19 @@
-"""What `DeviceScan` needs of a device: memory is torch's, the rest is a handful of the driver's functions.
+"""The CUDA driver itself, for what torch does not give: functions by address, graphs, streams of one's own.
 
-The extension calls them by address, outside of the interpreter's lock. `CudaDriver` finds them in the driver
-that torch has loaded; `HostDriver` stands for a device whose memory is the host's, for tests.
+The extension calls functions by address, outside of the interpreter's lock. `CudaDriver` finds them in the
+driver that torch has loaded; `HostDriver` stands for a device whose memory is the host's, for tests.
+
+Torch hands the 32 streams it has of a device out in turn, so two users may have the same one. Where a graph
+is recorded that must not be: what the other one does meanwhile would be recorded, or refused. Hence
+`exclusive_stream`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -26,6 +32,26 @@ CALLS = (
 )
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
 _THREAD_LOCAL = 1
+_NON_BLOCKING = 1
+# Held while a graph is recorded: the streams that record are the process's.
+RECORDING = threading.RLock()
+
+
+@functools.lru_cache
+def exclusive_stream(device: torch.device, purpose: str) -> torch.cuda.ExternalStream:
+    """The one stream of this process for a purpose on a device; torch gives it to nobody.
+
+    It lives as long as the process: cuBLAS keeps a workspace for every stream it has seen.
+
+    Raises:
+        RuntimeError: the driver makes none.
+    """
+    stream = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes the context, if nobody has yet
+        if error := ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING):
+            raise RuntimeError(f"cuStreamCreate: CUDA error {error}")
+    return torch.cuda.ExternalStream(stream.value, device=device)
 
 
 class Driver(Protocol):
@@ -53,7 +79,7 @@ class Driver(Protocol):
     def event(self, blocking: bool) -> int:
         """A new event; ``blocking``: who waits for it sleeps."""
 
-    def capture(self, stream: Any, work: Callable[[], None]) -> int:
+    def capture(self, work: Callable[[], None]) -> int:
         """A graph that does ``work``, which has run before and takes no memory."""
 
     def release(self, graphs: list[int], events: list[int]) -> None:
@@ -94,10 +120,11 @@ class CudaDriver:
             self._call("cuEventCreate", ctypes.byref(event), _DISABLE_TIMING | blocking * _BLOCKING_SYNC)
         return event.value or 0
 
-    def capture(self, stream: Any, work: Callable[[], None]) -> int:
+    def capture(self, work: Callable[[], None]) -> int:
         graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+        stream = exclusive_stream(self._device, "kernels without torch's graphs")
         handle = ctypes.c_void_p(stream.cuda_stream)
-        with torch.cuda.stream(stream):
+        with RECORDING, torch.cuda.stream(stream):
             self._call("cuStreamBeginCapture_v2", handle, _THREAD_LOCAL)
             try:
                 work()
@@ -177,7 +204,7 @@ class HostDriver:
     def event(self, blocking: bool) -> int:
         return 0
 
-    def capture(self, stream: Any, work: Callable[[], None]) -> int:
+    def capture(self, work: Callable[[], None]) -> int:
         self._graphs.append(work)
         return len(self._graphs)
 
