@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
@@ -40,7 +41,7 @@ class KeyIndex:
         row_scales: float32 [L, P, H, page_size]; with 8 bits [L, P, H, 0].
         mean_codes: int8 [L, P, H, 2, n], the high and the low level of the page's rotated mean.
         page_scales: float32 [L, P, H, 2], the scale of the page's codes (8 bits; else 0) and of its mean.
-        arrays: the four of them, in this order.
+        arrays: the four of them, in this order, for reading; what writes them does it here.
         signs: float32 [n], the signs of the rotation.
         num_bytes: memory the index takes.
         pinned: whether all of it is registered with CUDA; if not, `pin_reason` says why.
@@ -155,9 +156,18 @@ class KeyIndex:
 
     def copy_pages(self, other: KeyIndex, layer: int, pages: slice, into: slice) -> None:
         """Take over a layer's codes of another index of the same layout and bits, of ``pages`` there."""
-        for mine, theirs in zip(self.arrays, other.arrays, strict=True):
-            mine[layer, into] = theirs[layer, pages]
-        self.versions[into] = next(self._writes)
+        self.put_pages(layer, into, [array[layer, pages] for array in other.arrays])
+
+    def put_pages(self, layer: int, pages: slice | np.ndarray, values: Sequence[np.ndarray]) -> None:
+        """Take over a layer's codes as they are.
+
+        Args:
+            pages: n pages, as a slice or int32 [n].
+            values: as `arrays`, each of them [n, ..] for this layer.
+        """
+        for array, of_pages in zip(self.arrays, values, strict=True):
+            array[layer, pages] = of_pages
+        self._wrote(pages)
 
     def close(self) -> None:
         """Give the memory back. Closing twice is allowed."""
@@ -207,4 +217,8 @@ class KeyIndex:
                 *self.arrays,
             )
         size = self.pool.layout.page_size
-        self.versions[pages[first // size : -(-last // size)]] = next(self._writes)
+        self._wrote(pages[first // size : -(-last // size)])
+
+    def _wrote(self, pages: slice | np.ndarray) -> None:
+        """Pages were written: who copied them before has to copy them again."""
+        self.versions[pages] = next(self._writes)

@@ -188,12 +188,11 @@ def _put(
     pool[torch.from_numpy(pages).long()] = rows
     if index.bits == 16 or not with_codes:
         return True
-    for name, array in zip(INDEX_NAMES, index.arrays, strict=True):
-        target = array[layer]
-        saved = tensors[name].numpy() if name in tensors else None
-        if saved is None or saved.dtype != target.dtype or saved.shape != (len(pages), *target.shape[1:]):
-            return False
-        target[pages] = saved
+    saved = [tensors[name].numpy() for name in INDEX_NAMES if name in tensors]
+    wanted = [(array.dtype, (len(pages), *array.shape[2:])) for array in index.arrays]
+    if [(codes.dtype, codes.shape) for codes in saved] != wanted:
+        return False
+    index.put_pages(layer, pages, saved)
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from numba import njit
 from herald.errors import InvalidOption, UsageError
 from herald.kvstore import HostPool, KeyIndex, RowLayout, key_codes, reference
 from herald.kvstore.native import find_native
+from herald.kvstore.prefix_file import read_manifest, read_pages, write_prefix
 from herald.kvstore.row_values import as_numpy, load_keys, value_kind
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -213,6 +215,30 @@ def test_sixteen_bits_has_no_codes() -> None:
         assert index.num_bytes == 0
         assert index.bytes_per_row == pool.layout.row_bytes / 2
         assert index.codes.size == 0
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_whatever_writes_a_page_changes_its_version(bits: int, tmp_path: Path) -> None:
+    """Who holds a copy of the codes goes by versions alone; pages that nobody wrote keep theirs."""
+    pool, other = make_pool(), make_pool()
+    with KeyIndex(pool, bits) as index, KeyIndex(other, bits) as source:  # type: ignore[arg-type]
+        pages = np.array([2, 0], dtype=np.int32)
+        source.append_span(pages, 0, 16)
+        write_prefix(tmp_path / "same", {"index_bits": bits}, np.zeros(16), np.zeros(2), source, pages)
+        write_prefix(tmp_path / "others", {"index_bits": 1}, np.zeros(16), np.zeros(2), source, pages)
+        for write, written in (
+            (lambda: index.append(1, 0, 0, 8), [0]),
+            (lambda: index.append_block(2, 0, 4), [2]),
+            (lambda: index.append_span(pages, 3, 8), [2]),
+            (lambda: index.append_span(pages, 7, 9, (0, 1)), [0, 2]),
+            (lambda: index.copy_pages(source, 0, slice(0, 1), slice(1, 2)), [1]),
+            (lambda: read_pages(read_manifest(tmp_path / "same"), index, pages), [0, 2]),
+            (lambda: read_pages(read_manifest(tmp_path / "others"), index, pages), [0, 2]),
+        ):
+            before = index.versions.copy()
+            write()
+            changed = np.flatnonzero(index.versions != before).tolist()
+            assert changed == (written if bits == 8 else [])
 
 
 def test_sizes() -> None:
