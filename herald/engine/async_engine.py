@@ -28,6 +28,7 @@ from herald.engine.results import metrics_of
 from herald.errors import EngineStopped, InvalidOption, QueueFull, RequestAborted
 from herald.outputs import RequestOutput
 from herald.sampling_params import SamplingParams
+from herald.shutdown import end_at_exit
 from herald.tokenizer import Tokenizer
 
 # Text, token ids, or a function that makes ids in the tokenising pool (a chat template, say).
@@ -123,6 +124,7 @@ class AsyncEngine:
         self._decoders = ThreadPoolExecutor(1, "herald-detokenize")
         self._thread = threading.Thread(target=self._run, name="herald-engine", daemon=True)
         self._thread.start()
+        end_at_exit("steps", self)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str = ""
@@ -253,13 +255,21 @@ class AsyncEngine:
 
     def close_now(self) -> None:
         """As `close`, without an event loop; not in the loop of a consumer."""
+        self.stop()
+        self._thread.join()
+        self._encoders.shutdown()
+        self._decoders.shutdown()
+
+    def stop(self) -> None:
+        """As `close_now`, without waiting."""
         self.end_all(EngineStopped("the engine was closed", "make a new one"))
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join()
-        self._encoders.shutdown()
-        self._decoders.shutdown()
+
+    def join(self, seconds: float) -> None:
+        """Wait until the engine's thread has ended, for so long at most."""
+        self._thread.join(seconds)
 
     def _take_places(self, count: int, request_id: str) -> list[str]:
         """Ids of ``count`` requests that may wait or run now."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any
 
 from herald.errors import UsageError
+from herald.shutdown import end_at_exit
 
 _Job = tuple[Future, Callable[..., Any], tuple[Any, ...]]
 
@@ -16,7 +18,8 @@ _Job = tuple[Future, Callable[..., Any], tuple[Any, ...]]
 class BackgroundWorker:
     """Runs submitted jobs one at a time, first in, first out, on a daemon thread.
 
-    What a job returns or raises reaches its future; an error ends neither the thread nor later jobs.
+    What a job returns or raises reaches its future; an error ends neither the thread nor later jobs. At the
+    interpreter's end the job that runs ends, and those behind it are cancelled.
     """
 
     def __init__(self, name: str = "herald-background") -> None:
@@ -25,17 +28,23 @@ class BackgroundWorker:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        end_at_exit("jobs", self)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future:
         """Queue ``function(*args)``.
 
         Raises:
-            UsageError: the worker is closed.
+            UsageError: the worker is closed, or belongs to the process that this one was forked from.
         """
         future: Future = Future()
         with self._lock:
             if self._closed:
                 raise UsageError("the background worker is closed", "make a new one")
+            if not self._thread.is_alive():
+                raise UsageError(
+                    "the background worker's thread is gone: a forked process has none of them",
+                    "make the model in the process that uses it",
+                )
             self._jobs.put((future, function, args))
         return future
 
@@ -47,6 +56,23 @@ class BackgroundWorker:
                 self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def stop(self) -> None:
+        """As `close`, without waiting: jobs that have not begun fail with `CancelledError`."""
+        left: list[_Job | None] = []
+        with self._lock:
+            self._closed = True
+            with suppress(queue.Empty):
+                while True:
+                    left.append(self._jobs.get_nowait())
+            self._jobs.put(None)
+        for future, *_ in filter(None, left):
+            if future.set_running_or_notify_cancel():
+                future.set_exception(CancelledError())
+
+    def join(self, seconds: float) -> None:
+        """Wait until the thread has ended, for so long at most."""
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from herald.shutdown import end_at_exit
+
 
 class FifoWorker:
     """Runs submitted jobs one after the other.
@@ -21,14 +23,23 @@ class FifoWorker:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        end_at_exit("copies", self)
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
     def close(self) -> None:
         """Finish the jobs submitted so far and end the thread."""
-        self._jobs.put(None)
+        self.stop()
         self._thread.join()
+
+    def stop(self) -> None:
+        """As `close`, without waiting."""
+        self._jobs.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait until the thread has ended, for so long at most."""
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

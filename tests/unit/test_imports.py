@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("herald.outputs",),
     ("herald.hardware",),
     ("herald.jit",),
+    ("herald.shutdown",),
     ("herald.cuda_driver",),
     ("herald._native",),
     ("herald.kvstore",),

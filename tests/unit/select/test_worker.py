@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -82,4 +83,29 @@ def test_a_finished_job_keeps_nothing_alive() -> None:
     worker.submit(int).result(10)
     del array
     assert alive() is None
+    worker.close()
+
+
+def test_at_the_interpreters_end_only_the_job_that_runs_ends() -> None:
+    worker = BackgroundWorker()
+    begun, gate = threading.Event(), threading.Event()
+
+    def job() -> str:
+        begun.set()
+        gate.wait(10)
+        return "done"
+
+    running, told = worker.submit(job), []
+    waiting = worker.submit(lambda: "never")
+    waiting.add_done_callback(lambda future: told.append(future.exception()))
+    assert begun.wait(10)
+    worker.stop()
+    assert isinstance(waiting.exception(0), CancelledError)
+    assert told == [waiting.exception()]
+    with pytest.raises(UsageError, match="closed"):
+        worker.submit(print)
+    gate.set()
+    worker.join(10)
+    assert running.result(0) == "done" and not worker._thread.is_alive()
+    worker.stop()
     worker.close()
