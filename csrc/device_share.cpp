@@ -43,12 +43,12 @@ class Share {
         std::vector<std::thread> finishers;
         try {
             for (int64_t i = 0; i < setup_.finishers; ++i) finishers.emplace_back([this] { FinishAll(); });
-            if (setup_.held.first_layer < index_.layers) BringPages();
             for (;;) {
                 if (!WaitForTurn()) break;
                 const int64_t task = claims.Back(index_.heads, leave);
                 if (task < 0) break;
                 const int64_t layer = task / index_.heads;
+                if (begun_.empty() && Holds(layer)) BringPages();  // not for layers that the CPU took
                 Begin(layer, Begun() % Depth());
                 std::lock_guard<std::mutex> lock(mutex_);
                 begun_.push_back(layer);
@@ -121,7 +121,11 @@ class Share {
     void BringPages() {
         const HeldLayers& held = setup_.held;
         const int32_t* pages = s_.page_ids + s_.first / index_.page_size;
-        const auto stale = [&](int64_t i) { return held.held[pages[i]] != held.versions[pages[i]]; };
+        // Others write them meanwhile: what is read of a page after its version is of that version at least.
+        const auto version = [&](int64_t i) {
+            return __atomic_load_n(held.versions + pages[i], __ATOMIC_ACQUIRE);
+        };
+        const auto stale = [&](int64_t i) { return held.held[pages[i]] != version(i); };
         for (int64_t i = 0; i < num_pages_;) {
             if (!stale(i)) {
                 ++i;
@@ -130,7 +134,7 @@ class Share {
             const int64_t first = i, page = pages[i];
             std::vector<int64_t> versions;
             do {
-                versions.push_back(held.versions[pages[i++]]);
+                versions.push_back(version(i++));
             } while (i < num_pages_ && pages[i] == page + (i - first) && stale(i));
             for (int64_t layer = held.first_layer; layer < index_.layers; ++layer) {
                 const Run run = {first, page, i - first};

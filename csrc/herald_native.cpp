@@ -185,8 +185,9 @@ class BoundDeviceShare {
         setup_.register_bytes = sizes[3];
         setup_.pieces_ahead = sizes[4];
         setup_.finishers = sizes[5];
-        Require(!layers.empty() && !pieces.empty() && graphs.size() == layers.size() * pieces.size(),
+        Require(!layers.empty() && graphs.size() == layers.size() * pieces.size(),
                 "there must be a graph for every piece and layer");
+        Require(!pieces.empty() || sizes.back() == 0, "layers that are not held need pieces");
         for (const Addresses& of : layers) {
             Require(of.size() == 11, "a layer has eleven addresses");
             setup_.layers.push_back({To<uint8_t*>(of[0]), of[1], To<int32_t*>(of[2]), of[3], of[4], of[5],

@@ -37,15 +37,20 @@ _NON_BLOCKING = 1
 RECORDING = threading.RLock()
 
 
-@functools.lru_cache
 def exclusive_stream(device: torch.device, purpose: str) -> torch.cuda.ExternalStream:
-    """The one stream of this process for a purpose on a device; torch gives it to nobody.
+    """The one stream of this process for a purpose on a device; torch gives it to nobody. Thread-safe.
 
     It lives as long as the process: cuBLAS keeps a workspace for every stream it has seen.
 
     Raises:
         RuntimeError: the driver makes none.
     """
+    with RECORDING:
+        return _make_stream(device, purpose)
+
+
+@functools.lru_cache
+def _make_stream(device: torch.device, purpose: str) -> torch.cuda.ExternalStream:
     stream = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the context, if nobody has yet
@@ -127,22 +132,24 @@ class CudaDriver:
         with RECORDING, torch.cuda.stream(stream):
             self._call("cuStreamBeginCapture_v2", handle, _THREAD_LOCAL)
             try:
-                work()
-            finally:
+                try:
+                    work()
+                except BaseException:
+                    self._library.cuStreamEndCapture(handle, ctypes.byref(graph))
+                    raise
                 self._call("cuStreamEndCapture", handle, ctypes.byref(graph))
-            try:
                 self._call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_uint64(0))
             finally:
-                self._call("cuGraphDestroy", graph)
+                if graph:
+                    self._library.cuGraphDestroy(graph)
         return executable.value or 0
 
     def release(self, graphs: list[int], events: list[int]) -> None:
-        # at the process's end the driver may be gone before us
-        with contextlib.suppress(RuntimeError):
-            for graph in graphs:
-                self._call("cuGraphExecDestroy", ctypes.c_void_p(graph))
-            for event in events:
-                self._call("cuEventDestroy_v2", ctypes.c_void_p(event))
+        # whatever these say: at the process's end the driver may be gone before us
+        for graph in graphs:
+            self._library.cuGraphExecDestroy(ctypes.c_void_p(graph))
+        for event in events:
+            self._library.cuEventDestroy_v2(ctypes.c_void_p(event))
 
     def _address(self, name: str) -> int:
         return ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0

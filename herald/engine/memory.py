@@ -8,7 +8,7 @@ the next one needs more, the arena gets larger rows and the pool is rebuilt. A f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +58,8 @@ class HostStore:
         transfer_why: why ``transfer="auto"`` could not take the fastest way, or "".
 
     Raises:
-        HostPoolTooSmall: the machine has no room for the pool.
+        HostPoolTooSmall: the machine has no room for the pool. UsageError: the device has none for
+            ``index_device_bytes``.
     """
 
     def __init__(
@@ -74,17 +75,22 @@ class HostStore:
         self.streams = streams
         self.config = config
         self.num_threads = config.num_threads or default_threads(pin)
-        self.pool = HostPool(layout, num_pages, pin, self.num_threads)
-        device = arena.rows.device if pin and config.scan_on_device else None
-        self.index = KeyIndex(self.pool, config.index_bits, self.num_threads, pin=device is not None)
-        self.selector = Selector(
-            *(self.pool, self.index, config.score_operator, self.num_threads),
-            device=device,
-            device_bytes=config.index_device_bytes,
-        )
-        self._transfer: Transfer | None = None
-        self.transfer_why = ""
-        self.connect(arena)
+        with ExitStack() as undo:
+            self.pool = HostPool(layout, num_pages, pin, self.num_threads)
+            undo.callback(self.pool.close)
+            device = arena.rows.device if pin and config.scan_on_device else None
+            self.index = KeyIndex(self.pool, config.index_bits, self.num_threads, pin=device is not None)
+            undo.callback(self.index.close)
+            self.selector = Selector(
+                *(self.pool, self.index, config.score_operator, self.num_threads),
+                device=device,
+                device_bytes=config.index_device_bytes,
+            )
+            undo.callback(self.selector.close)
+            self._transfer: Transfer | None = None
+            self.transfer_why = ""
+            self.connect(arena)
+            undo.pop_all()
 
     @property
     def transfer(self) -> Transfer:

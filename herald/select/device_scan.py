@@ -15,6 +15,7 @@ request's pages only what was written since its last selection crosses the bus.
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,8 @@ LEAST = 1 << 20
 MAX_RUNS = 64
 # int32 of a span, see `score_codes`.
 SPAN = 4
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,9 @@ class Share:
 class DeviceScan:
     """Takes layers of selections from the CPU, on a thread of its own.
 
+    Where the device has no room for the buffers of a selection, the CPU does all of this one and of those to
+    come (`reason`).
+
     Args:
         native: ``herald._native``.
         index: 8 or 4 bits, page-locked if ``device`` is a CUDA device.
@@ -96,6 +102,7 @@ class DeviceScan:
 
     Attributes:
         layers: layers taken so far.
+        reason: why it takes none any more, or "".
         layers_held: layers of the index that stay on the device.
         holds_index: whether that is all of them: then selections leave nothing to the CPU.
 
@@ -117,12 +124,16 @@ class DeviceScan:
         self._isa = isa
         self._least = least
         self.layers = 0
-        self._worker = BackgroundWorker("herald-device-scan")
+        self.reason = ""
         num_layers = index.codes.shape[0]
         self.layers_held = min(num_layers, device_bytes * num_layers // index.num_bytes)
         self.holds_index = self.layers_held == num_layers
+        if device_bytes and not self.layers_held:
+            least_bytes = -(-index.num_bytes // num_layers)
+            logger.warning("no layer of the key index stays on the device: one takes %d bytes", least_bytes)
         self._device = device
         self._memory: _DeviceMemory | None = self._take_memory()
+        self._worker = BackgroundWorker("herald-device-scan")
 
     def start(self, job: ScanJob, claims: Any) -> Share:
         """Take layers of a selection in the background, for as long as ``claims`` has some."""
@@ -130,6 +141,8 @@ class DeviceScan:
 
     def pays(self, page_ids: np.ndarray, first: int, last: int) -> bool:
         """Whether the span is long enough, and its pages lie in few enough ranges to be copied one by one."""
+        if self.reason:
+            return False
         layers, _, heads = self._index.codes.shape[:3]
         if layers * heads * (last - first) < self._least:
             return False
@@ -151,7 +164,11 @@ class DeviceScan:
         self._drop_memory()
 
     def let_go(self) -> None:
-        """Give the device's memory back until the next selection, which takes it anew."""
+        """Give the device's memory back until the next selection, which takes it anew.
+
+        Raises:
+            UsageError: it is closed.
+        """
         self._worker.submit(self._drop_memory).result()
 
     def _take_memory(self) -> _DeviceMemory:
@@ -161,14 +178,23 @@ class DeviceScan:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+        self.reason = ""
 
     def _run(self, job: ScanJob, claims: Any, layers_left: int) -> int:
         """How many layers were taken; all of them are written."""
+        if self.reason:
+            return 0
         if self._memory is None:
             self._memory = self._take_memory()
         size, heads = self._index.codes.shape[3], self._index.codes.shape[2]
         width = self._native.query_width(job.queries.shape[1], job.queries.shape[2] // heads)
-        buffers = self._memory.buffers(width, -(-job.last // size) - job.first // size)
+        try:
+            buffers = self._memory.buffers(width, -(-job.last // size) - job.first // size)
+        except torch.OutOfMemoryError as error:
+            self._drop_memory()
+            self.reason = f"the device has no room for what scoring takes beside the index: {error}"
+            logger.warning("the CPU alone selects from now on: %s", self.reason)
+            return 0
         taken = buffers.share.run(
             *(*self._index.arrays, self._index.signs, self._index.bits),
             *(job.page_ids, job.first, job.last, job.queries, job.lse, job.scale, job.out),
@@ -221,7 +247,7 @@ class _DeviceMemory:
             capacity = min(1 << (num_pages - 1).bit_length(), self.index.codes.shape[1])
             if held is not None:
                 self._by_width.pop(width).close()
-            if not self.codes:
+            if not self.codes and self.first_held:
                 shape = (self.piece_pages, *self.index.codes.shape[2:])
                 self.codes = [self.on_device(torch.uint8, *shape) for _ in range(PIECES)]
             held = self._by_width[width] = _Buffers(self, width, capacity)
@@ -254,7 +280,15 @@ class _Buffers:
         self._graphs: list[int] = []
         # kept alive for as long as the graphs and the extension know their addresses
         self._tensors: list[torch.Tensor] = []
-        index = memory.index
+        try:
+            self.share = self._make()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self) -> Any:
+        """``herald._native.DeviceShare`` with its buffers, events and graphs."""
+        memory, index, width, capacity = self._memory, self._memory.index, self._width, self.capacity
         heads = index.codes.shape[2]
         kind = torch.int32 if index.bits == 8 else torch.float32
         starts = self._on_device(kind, heads, memory.piece_pages, width)
@@ -279,7 +313,7 @@ class _Buffers:
                 graphs.append(self._capture((codes, *of_index, *asked, span, starts, keys)))
         stream = self._driver.handle
         first_held = memory.first_held if table_starts.numel() else index.codes.shape[0]
-        self.share = memory.native.DeviceShare(
+        return memory.native.DeviceShare(
             self._driver.calls,
             [self._driver.context, stream(memory.copy_stream), stream(memory.scan_stream)],
             [memory.piece_pages, capacity, width, REGISTER_BYTES, LAYERS_AHEAD, FINISHERS, first_held],
@@ -306,10 +340,11 @@ class _Buffers:
         sizes = (heads * width * n, 4 * heads * width, 4 * heads, 4 * SPAN)
         host_queries = self._on_host(torch.uint8, sum(sizes))
         queries = self._on_device(torch.uint8, sum(sizes))
-        host_spans = self._on_host(torch.int32, -(-capacity // self._memory.piece_pages), SPAN)
-        means = self._on_device(torch.int8, capacity, heads, 2, n)
-        scales = self._on_device(torch.float32, capacity, heads, 2)
-        row_scales = self._on_device(torch.float32, capacity, heads, size if index.bits < 8 else 0)
+        crossing = capacity if self._memory.first_held else 0  # pages of which anything has to come each time
+        host_spans = self._on_host(torch.int32, -(-crossing // self._memory.piece_pages), SPAN)
+        means = self._on_device(torch.int8, crossing, heads, 2, n)
+        scales = self._on_device(torch.float32, crossing, heads, 2)
+        row_scales = self._on_device(torch.float32, crossing, heads, size if index.bits < 8 else 0)
         keys = self._on_device(torch.int32, heads * capacity * size)
         host_keys = self._on_host(torch.int32, heads * capacity * size)
         used = (host_queries, queries, host_spans, means, scales, row_scales, keys, host_keys)

@@ -41,7 +41,6 @@ class Selector:
         isa: the instruction set it uses.
         reason: why nothing better scans, or "".
         device_scan: who scores layers on the device, or None.
-        device_reason: why the device that was given scores nothing, or "".
 
     Raises:
         UsageError: ``backend="native"`` cannot be used, or this CPU lacks the instruction set.
@@ -74,7 +73,7 @@ class Selector:
         self._planners: ThreadPoolExecutor | None = None  # their own, so that a plan does not wait for a scan
         self._numba: NumbaScan | None = None
         self.device_scan: DeviceScan | None = None
-        self.device_reason = ""
+        self._device_reason = ""
         if self._native is None or scanned_by_numba:
             if self.num_threads > 1:
                 self._executor = ThreadPoolExecutor(self.num_threads, thread_name_prefix="herald-select")
@@ -82,7 +81,7 @@ class Selector:
             self._numba = NumbaScan(pool, index, operator, self._executor, self.num_threads, isa)
             self.backend, self.isa = "numba", self._numba.isa
             self.reason = scanned_by_numba or ("" if backend == "numba" else find_native().reason)
-            self.device_reason = "the extension does not scan here" if device is not None else ""
+            self._device_reason = "the extension does not scan here" if device is not None else ""
             return
         try:
             self.backend, self.isa = "native", self._native.scan_isa(isa)
@@ -91,11 +90,16 @@ class Selector:
             raise UsageError(problem, remedy) from None
         self.reason = next((f"{name}: {why}" for name, why in self._native.scan_isas().items() if why), "")
         if device is not None:
-            self.device_reason = _kept_from_device(index, device)
-            if not self.device_reason:
+            self._device_reason = _kept_from_device(index, device)
+            if not self._device_reason:
                 self.device_scan = DeviceScan(
                     self._native, index, device, self.isa, device_bytes=device_bytes
                 )
+
+    @property
+    def device_reason(self) -> str:
+        """Why the device that was given scores nothing (any more), or ""."""
+        return self._device_reason or ("" if self.device_scan is None else self.device_scan.reason)
 
     def select(
         self,
@@ -148,7 +152,8 @@ class Selector:
             share = scan.start(job, claims)
             if scan.holds_index:
                 share.wait()
-                return
+                if share.layers == job.out.shape[0]:
+                    return
         try:
             self._native.select(
                 *(*index.arrays, index.signs, index.bits),

@@ -12,57 +12,15 @@ import torch
 
 from herald import cuda_driver
 from herald.config import IndexBits
-from herald.cuda_driver import HostDriver
-from herald.errors import UsageError
 from herald.kvstore import HostPool, KeyIndex, RowLayout
 from herald.kvstore.native import find_native
 from herald.select import Selector, device_scan
-from herald.select.device_scan import LAYERS_LEFT, LAYERS_UNDER_WAY, DeviceScan, ScanJob
+from herald.select.device_scan import LAYERS_LEFT, DeviceScan, ScanJob
+from tests.unit.select.device_case import HEADS, LAYERS, Case, Slow, native
 
-native: Any = find_native().module
 pytestmark = pytest.mark.skipif(native is None, reason=find_native().reason)
 
-LAYERS, HEADS, GROUP = 5, 2, 3
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-class Case:
-    """A request in a pool whose other pages hold garbage, with queries for it."""
-
-    def __init__(
-        self, page_size: int, head_dim: int, positions: int, num_pages: int, pin: bool, bits: IndexBits = 8
-    ) -> None:
-        rng = np.random.default_rng(page_size * head_dim + positions)
-        layout = RowLayout(LAYERS, HEADS, head_dim, page_size, torch.float32)
-        self.pool = HostPool(layout, num_pages + 3, pin=False)
-        values = rng.standard_normal(self.pool.rows.shape, dtype=np.float32)
-        self.pool.rows.copy_(torch.from_numpy(values) + 0.5)
-        self.index = KeyIndex(self.pool, bits, pin=pin)
-        self.index.codes[:] = 255
-        # two ranges of pages, the second before the first in memory
-        half = num_pages // 2
-        self.pages = np.concatenate([np.arange(half + 2, num_pages + 2), np.arange(1, half + 1)]).astype(
-            np.int32
-        )
-        self.index.append_span(self.pages, 0, num_pages * page_size)
-        self.queries = rng.standard_normal((LAYERS, positions, HEADS * GROUP, head_dim)).astype(np.float32)
-        self.lse = rng.standard_normal(self.queries.shape[:3]).astype(np.float32)
-
-    def job(self, first: int, last: int, k: int) -> ScanJob:
-        out = np.full((LAYERS, HEADS, k), -1, dtype=np.int32)
-        return ScanJob(self.pages, first, last, self.queries, self.lse, 0.3, out)
-
-    def selector(self, device: torch.device | None = None) -> Selector:
-        return Selector(self.pool, self.index, num_threads=2, device=device)
-
-    def scan(self, device: str, held: int = 0) -> DeviceScan:
-        """One that keeps ``held`` layers of the index on the device."""
-        room = -(-self.index.num_bytes * held // LAYERS)
-        return DeviceScan(native, self.index, torch.device(device), "auto", least=0, device_bytes=room)
-
-    def close(self) -> None:
-        self.index.close()
-        self.pool.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -178,18 +136,6 @@ def test_a_device_that_holds_the_index_leaves_the_cpu_nothing(monkeypatch: pytes
     case.close()
 
 
-def test_a_device_without_room_for_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(16, 32, 8, 30, pin=False)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(device_scan.torch, "zeros", full)
-    with pytest.raises(UsageError, match=r"no room for 5 layers of the key index \([\d,]+ bytes\)"):
-        case.scan("cpu", LAYERS)
-    case.close()
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_both_sides_together_choose_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(16, 32, 8, 30, pin=device == "cuda")
@@ -198,7 +144,7 @@ def test_both_sides_together_choose_the_same(device: str, monkeypatch: pytest.Mo
     shared.device_scan._least = 0
     # The CPU would be done with so little before the device has begun.
     begun = threading.Event()
-    monkeypatch.setattr(shared, "_native", _Slow(native, begun, native.select))
+    monkeypatch.setattr(shared, "_native", Slow(native, begun, native.select))
     run = shared.device_scan._run
 
     def announce(*arguments: Any) -> int:
@@ -218,64 +164,6 @@ def test_both_sides_together_choose_the_same(device: str, monkeypatch: pytest.Mo
         alone.close()
         shared.close()
         case.close()
-
-
-def test_an_error_of_the_device_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(16, 32, 8, 30, pin=False)
-    shared = case.selector(torch.device("cpu"))
-    assert shared.device_scan is not None
-    shared.device_scan._least = 0
-    started = threading.Event()
-
-    shared.device_scan.warm_up()
-    driver = driver_of(shared.device_scan)
-    driver.error = 719
-    run = shared.device_scan._run
-
-    def fail(*arguments: Any) -> int:
-        try:
-            return run(*arguments)
-        finally:
-            started.set()
-
-    monkeypatch.setattr(shared.device_scan, "_run", fail)
-    # The CPU must not be done before the device has begun.
-    select = native.select
-    monkeypatch.setattr(shared, "_native", _Slow(native, started, select))
-    try:
-        with pytest.raises(RuntimeError, match="cuMemcpyHtoDAsync: CUDA error 719"):
-            shared.select(case.pages, 0, 480, 9, case.queries, case.lse, 0.3)
-    finally:
-        shared.close()
-        case.close()
-
-
-@pytest.mark.parametrize("held", [0, LAYERS])
-@pytest.mark.parametrize("lost", [False, True])
-def test_after_an_error_the_next_selection_gets_its_own(lost: bool, held: int) -> None:
-    """Every selection gets its error, however many there are; and its rows, once the device answers again."""
-    case = Case(16, 32, 8, 30, pin=False)
-    scan = case.scan("cpu", held)
-    left = 0 if held else LAYERS_LEFT
-    scan.start(case.job(0, 480, 9), native.Claims(LAYERS * HEADS)).wait()
-    case.index.append(0, int(case.pages[4]), 0, 16)
-    driver = driver_of(scan)
-    driver.error = 719
-    for _ in range(LAYERS_UNDER_WAY + 2):
-        with pytest.raises(RuntimeError, match="CUDA error 719"):
-            scan.start(case.job(0, 480, 9), native.Claims(LAYERS * HEADS)).wait()
-        assert scan._memory is not None
-        assert (scan._memory.held_versions == -1).all()
-    if not lost:
-        driver.error = 0
-        alone, job = case.selector(), case.job(0, 480, 9)
-        share = scan.start(job, native.Claims(LAYERS * HEADS))
-        share.wait()
-        expected = alone.select(case.pages, 0, 480, 9, case.queries, case.lse, 0.3)
-        assert np.array_equal(job.out[left:], expected[left:])
-        alone.close()
-    scan.close()
-    case.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -336,25 +224,6 @@ def test_a_closed_scan_lets_go_of_the_index() -> None:
     scan.close()
     case.close()
     assert all(memory.closed for memory in maps)
-
-
-def driver_of(scan: DeviceScan) -> HostDriver:
-    assert scan._memory is not None
-    driver = scan._memory.driver
-    assert isinstance(driver, HostDriver)
-    return driver
-
-
-class _Slow:
-    """The extension, with a `select` that waits for the other side."""
-
-    def __init__(self, module: Any, started: threading.Event, select: Any) -> None:
-        self.Claims, self.query_width = module.Claims, module.query_width
-        self._started, self._select = started, select
-
-    def select(self, *arguments: Any) -> None:
-        assert self._started.wait(10)
-        self._select(*arguments)
 
 
 @pytest.mark.parametrize("device", DEVICES)
