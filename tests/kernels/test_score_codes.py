@@ -171,6 +171,17 @@ def test_pages_without_scale_and_queries_that_do_not_count(target: Target) -> No
     assert (after[0] < before[0]).all()
 
 
+@pytest.mark.parametrize("target", TARGETS, indirect=True)
+@pytest.mark.parametrize("shape", [CASES[2], CASES[4]], ids=str)
+def test_queries_that_only_fill_a_tile_have_no_say(target: Target, shape: tuple[int, ...]) -> None:
+    """48 queries in a tile of 64, 144 in two of 128: also where none of them counts."""
+    case = Case(target, shape)  # type: ignore[arg-type]
+    case.lead[:] = float("-inf")
+    case.codes[:] = 129  # -127: against positive queries every sum is below that of an empty one
+    case.query_codes.abs_().clamp_(1)
+    assert np.array_equal(case.keys(target).cpu().numpy(), case.expected())
+
+
 def test_shapes_are_checked() -> None:
     case = Case(EVERYWHERE[0].values[0], CASES[1])  # type: ignore[arg-type]
     given = dict(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +23,8 @@ from herald.select.device_scan import LAYERS_LEFT, LAYERS_UNDER_WAY, DeviceScan
 from tests.unit.select.device_case import HEADS, LAYERS, Case, Slow, native
 
 pytestmark = pytest.mark.skipif(native is None, reason=find_native().reason)
+
+LOCK = threading.Lock()
 
 
 def driver_of(scan: DeviceScan) -> HostDriver:
@@ -168,6 +172,60 @@ def test_what_fails_half_way_gives_everything_back(audited: type[Audited], held:
     assert np.array_equal(job.out[left:], expected[left:])
     scan.close()
     assert not audited.live
+    alone.close()
+    case.close()
+
+
+class Faulty(HostDriver):
+    """A driver of whose calls one fails: the ``fails_at``-th of function ``call``, counted from 1."""
+
+    call: ClassVar[int] = 0
+    fails_at: ClassVar[int] = 0
+    made: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inner = self._functions
+        self._functions = [
+            type(function)(partial(self._count, number)) for number, function in enumerate(self._inner)
+        ]
+        self.calls = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions]
+
+    def _count(self, number: int, *arguments: Any) -> int:
+        if number == Faulty.call:
+            with LOCK:
+                Faulty.made += 1
+                if Faulty.made == Faulty.fails_at:
+                    return 700
+        return int(self._inner[number](*arguments))
+
+
+@pytest.mark.parametrize("held", [0, 2, LAYERS])
+@pytest.mark.parametrize("call", range(len(cuda_driver.CALLS)), ids=cuda_driver.CALLS)
+def test_whatever_call_fails(held: int, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The selection gets that error, whichever thread met it, and the next one its rows."""
+    name = cuda_driver.CALLS[call].removesuffix("_v2")
+    monkeypatch.setattr(device_scan, "HostDriver", Faulty)
+    monkeypatch.setattr(device_scan, "PIECE_BYTES", 6 * HEADS * 16 * 32)
+    Faulty.call, Faulty.fails_at = call, 0
+    case = Case(16, 32, 8, 30, pin=False)
+    alone, scan, left = case.selector(), case.scan("cpu", held), 0 if held == LAYERS else LAYERS_LEFT
+    expected = alone.select(case.pages, 3, 470, 9, case.queries, case.lse, 0.3)
+    Faulty.made = 0
+    scan.start(case.job(3, 470, 9), native.Claims(LAYERS * HEADS)).wait()
+    calls = Faulty.made
+    for fails_at in {1, 2, calls // 2, calls}:
+        if not 1 <= fails_at <= calls:
+            continue
+        for page in case.pages:
+            case.index.append(0, int(page), 0, 16)
+        Faulty.made, Faulty.fails_at = 0, fails_at
+        with pytest.raises(RuntimeError, match=f"^{name}: CUDA error 700$"):
+            scan.start(case.job(3, 470, 9), native.Claims(LAYERS * HEADS)).wait()
+        job = case.job(3, 470, 9)
+        scan.start(job, native.Claims(LAYERS * HEADS)).wait()
+        assert np.array_equal(job.out[left:], expected[left:])
+    scan.close()
     alone.close()
     case.close()
 

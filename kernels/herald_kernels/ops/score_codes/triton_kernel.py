@@ -137,7 +137,7 @@ def _keys_kernel(
             of_page = starts + (head.to(tl.int64) * most + page) * width + q
             dots = tl.dot(low, query, out_dtype=tl.int32)
             if BITS == 8:
-                start = tl.load(of_page, mask=q < width, other=-1073741824)
+                start = tl.load(of_page, mask=q < width, other=LOWEST)  # beyond all queries
                 largest = tl.maximum(largest, tl.max(dots + start[None, :], 1))
             else:
                 if CHUNKS > 1:
