@@ -28,7 +28,7 @@ namespace {
 using namespace herald;
 
 // What the functions below take and give; herald/kvstore/native.py refuses an extension with another number.
-constexpr int kInterface = 5;
+constexpr int kInterface = 6;
 
 template <typename T>
 using Array = py::array_t<T, py::array::c_style>;

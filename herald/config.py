@@ -106,7 +106,8 @@ class OffloadConfig:
             out where one of them is missing.
         index_device_bytes: device memory that may hold layers of the index, scored there without crossing the
             bus again: selection is then faster and takes fewer cores. An index takes about a quarter of the
-            KV with 8 bits, an eighth with 4. 0 for none; used only with ``scan_on_device``.
+            KV with 8 bits, an eighth with 4. 0 for none. Needs ``scan_on_device``, 8 or 4 bits and "max";
+            without CUDA, or without the C++ extension, there is no such memory, and nothing is taken.
     """
 
     enabled: bool = True
@@ -186,6 +187,13 @@ class OffloadConfig:
             "index_device_bytes",
             self.index_device_bytes,
             "use 0 (none) or a size",
+        )
+        check(
+            self.index_device_bytes == 0
+            or (self.scan_on_device and self.index_bits in (8, 4) and self.score_operator == "max"),
+            "index_device_bytes",
+            self.index_device_bytes,
+            "use 0, or scan_on_device=True with index_bits 8 or 4 and score_operator='max'",
         )
 
     @property

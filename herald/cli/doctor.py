@@ -44,7 +44,12 @@ def _add_plan_options(group: Any) -> None:
     group.add_argument("--context", type=options.whole, metavar="N", help="positions of a request")
     group.add_argument("--gpu-memory", type=options.size, metavar="SIZE", help=f"GPU {memory}")
     group.add_argument("--host-memory", dest="host", type=options.size, metavar="SIZE", help=f"host {memory}")
-    for name, kind in (("--kv-budget", options.number), ("--index-bits", options.whole)):
+    kinds = {
+        "--kv-budget": options.number,
+        "--index-bits": options.whole,
+        "--index-device-memory": options.size,
+    }
+    for name, kind in kinds.items():
         group.add_argument(name, type=kind, default=argparse.SUPPRESS, help="as for herald generate")
     options.add_override_options(group)
 

@@ -160,9 +160,12 @@ def _advice(plan: BatchPlan) -> str:
         needed = plan.host_bytes + plan.prefill_host_bytes
         there = format_bytes(plan.host_memory)
         advice.append(f"one request needs {format_bytes(needed)} of host memory, {there} are there")
+    if plan.index_device_bytes and not plan.device_batch:
+        advice.append("a lower --index-device-memory helps")
     if plan.longest:
         advice.append(f"a --context of at most {plan.longest:,} fits")
         advice.append("a lower --kv-budget helps" if not plan.device_batch else "--index-bits 4 helps")
     else:
-        advice.append("no context fits beside the weights: use a smaller model or more memory")
+        held = " and the key index" if plan.index_device_bytes else ""
+        advice.append(f"no context fits beside the weights{held}: use a smaller model or more memory")
     return "; ".join(advice)

@@ -267,7 +267,8 @@ class Engine:
             self.retriever.close()
             self.retriever = None
         if store is not None:
-            self.retriever = Retriever(store, self.model.softmax_scale, self.trace, self.prefixes)
+            shape = (self.model.config.block_length, self.model.config.num_heads)
+            self.retriever = Retriever(store, self.model.softmax_scale, self.trace, shape, self.prefixes)
             if self.on_retriever is not None:
                 self.on_retriever(self.retriever, store)
         self.decoder.planner.retriever = self.retriever

@@ -36,6 +36,9 @@ from herald.select import BackgroundWorker, SlotGeometry
 from herald.transfer import RowMove, Ticket, verify_rows
 from herald.transfer.streams import record_event
 
+# Positions of a block where requests choose them.
+USUAL_POSITIONS = 32
+
 
 @dataclass
 class Selection:
@@ -84,6 +87,7 @@ class Retriever:
         store: pool, index, selector and transfer.
         scale: softmax scale of the model.
         trace: receives spans.
+        queries: positions of a block, 0 where requests choose, and query heads: what is compiled beforehand.
         prefixes: shares the pages of finished prompts and answers; None where nothing is shared.
 
     Attributes:
@@ -94,7 +98,12 @@ class Retriever:
     """
 
     def __init__(
-        self, store: HostStore, scale: float, trace: Trace, prefixes: SharedPrefixes | None = None
+        self,
+        store: HostStore,
+        scale: float,
+        trace: Trace,
+        queries: tuple[int, int],
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
         self.store = store
         self.scale = scale
@@ -113,7 +122,7 @@ class Retriever:
         self._bounce = BounceBuffers()
         self.sharing = PageSharing(store, prefixes, self._storer, self._indexers)
         for worker in self._workers:
-            worker.submit(self._warm_up)
+            worker.submit(self._warm_up, *queries)
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""
@@ -253,7 +262,7 @@ class Retriever:
             worker.submit(lambda: None).result()
         self.sharing.forget()
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, positions: int, heads: int) -> None:
         """Compile what a selection runs while the first prompt is prefilled, not at its first boundary."""
         layout = self.store.layout
         shape = (layout.num_layers, layout.num_kv_heads)
@@ -263,7 +272,7 @@ class Retriever:
         selector.select(page, 0, layout.page_size, 1, queries, queries[..., 0], self.scale)
         selector.plan_update(one, 1, one, 0, 1, 1, page, 0, False, SlotGeometry(1, 0, 1, 0))
         if selector.device_scan is not None:
-            selector.device_scan.warm_up()
+            selector.device_scan.warm_up(positions or USUAL_POSITIONS, heads // layout.num_kv_heads)
 
     def _release(self, request: Request) -> Future[None]:
         """Give rows back, and have the pages given back behind what the request stored."""

@@ -123,6 +123,12 @@ def test_an_index_on_the_gpu_takes_room_of_requests(capsys: pytest.CaptureFixtur
     assert 0 <= without["device_batch"] - held.value["device_batch"] - (16 << 30) // a_set <= 1
     assert held.value["dense_batch"] == without["dense_batch"]
     assert any("key index on the GPU: 16.0 GiB" in line for line in held.text)
+    command = ["doctor", "--model", "sdar-8b", "--context", "32768", "--host-memory", "512GiB"]
+    assert main([*command, "--gpu-memory", "48GiB", "--index-device-memory", "16GiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"]["plan"] == {**held.value, "advice": ""}
+    assert main([*command, "--gpu-memory", "24GiB", "--index-device-memory", "16GiB", "--json"]) == 0
+    advice = json.loads(capsys.readouterr().out)["findings"]["plan"]["advice"]
+    assert "a lower --index-device-memory helps" in advice and "and the key index" in advice
 
 
 @pytest.mark.parametrize(
@@ -137,6 +143,7 @@ def test_an_index_on_the_gpu_takes_room_of_requests(capsys: pytest.CaptureFixtur
         (["--model", "sdar-8b", "--host-memory", "0"], "use a size of 1 MiB or more"),
         (["--model", "sdar-8b", "--gpu-memory", "24 pounds"], "is not a size"),
         (["--model", "sdar-8b", "--context", "64", "--kv-budget", "0"], "kv-budget=0.0 is not valid"),
+        (["--model", "sdar-8b", "--context", "64", "--index-device-memory", "much"], "is not a size"),
         (["--model", "sdar-8b", "--context", "64", "--index-bits", "3"], "index-bits=3 is not valid"),
         (["--model", "no-such-model", "--context", "64"], "there is no model"),
     ],

@@ -105,6 +105,12 @@ def test_threshold_off_is_passed_on() -> None:
 def test_a_value_out_of_range_names_the_option() -> None:
     with pytest.raises(InvalidOption, match=r"^--kv-budget=1\.5 is not valid"):
         offload_config(parse("--kv-budget", "1.5"))
+    for more in (("--index-bits", "16"), ("--no-scan-on-device",)):
+        with pytest.raises(
+            InvalidOption, match=r"^--index-device-memory=1024 is not valid; use 0, or scan_on"
+        ):
+            offload_config(parse("--index-device-memory", "1KiB", *more))
+        assert not offload_config(parse("--index-device-memory", "0", *more)).index_device_bytes
     with pytest.raises(InvalidOption, match=r"^--steps=-1 is not valid"):
         sampling_params(parse("--steps", "-1"))
 

@@ -65,7 +65,7 @@ def _unpack(codes: torch.Tensor, whole_bytes: bool) -> torch.Tensor:
 
 
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c of float32, rounded once: in float64 the product is exact."""
+    """a * b + c of float32, all but rounded once: in float64 the product is exact, the sum nearly."""
     return (a.double() * b.double() + c.double()).float()
 
 
