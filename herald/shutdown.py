@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, Protocol
 
@@ -28,7 +29,7 @@ class Stoppable(Protocol):
     def stop(self) -> None:
         """Begin nothing more that need not be, without waiting. The thread may be gone already."""
 
-    def join(self, seconds: float) -> None:
+    def join(self, seconds: float, /) -> None:
         """Wait for the thread, for so long at most."""
 
 
@@ -37,8 +38,6 @@ _live: dict[Kind, weakref.WeakSet[Stoppable]] = {
     "jobs": weakref.WeakSet(),
     "copies": weakref.WeakSet(),
 }
-
-
 _lock = threading.Lock()
 
 
@@ -46,6 +45,22 @@ def end_at_exit(kind: Kind, who: Stoppable) -> None:
     """Have ``who`` end before the interpreter does, if it still lives then."""
     with _lock:
         _live[kind].add(who)
+
+
+class PatientThread(threading.Thread):
+    """A daemon thread that cannot be told to stop: the interpreter's end waits for it, within `EXIT_SECONDS`.
+
+    Args:
+        target: what it runs.
+        name: of the thread.
+    """
+
+    def __init__(self, target: Callable[[], None], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+        end_at_exit("steps", self)
+
+    def stop(self) -> None:
+        """Nothing: see `Stoppable`."""
 
 
 @atexit.register
@@ -58,7 +73,8 @@ def _end_all() -> None:
             with suppress(Exception):  # nobody is left to tell
                 each.stop()
         for each in live:
-            each.join(max(deadline - time.monotonic(), 0.0))
+            with suppress(RuntimeError):  # a thread that was never started
+                each.join(max(deadline - time.monotonic(), 0.0))
 
 
 def _forget() -> None:

@@ -94,5 +94,7 @@ def grow_pool(engine: Engine, pages: int) -> None:
     if not engine.scheduler.running:
         if engine.retriever is not None:
             engine.retriever.drain()
-        engine.memory.ensure(0, engine.prefixes.kept([]) + pages)
-        engine.connect()
+        try:
+            engine.memory.ensure(0, engine.prefixes.kept([]) + pages)
+        finally:
+            engine.connect()  # the old pool may be gone all the same

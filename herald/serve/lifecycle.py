@@ -16,6 +16,7 @@ from herald.errors import EngineStopped
 from herald.sampling_params import SamplingParams
 from herald.serve.errors import unavailable
 from herald.serve.watchdog import Watchdog
+from herald.shutdown import PatientThread
 
 # How long answers to requests that were ended may take to leave.
 FAREWELL_SECONDS = 5.0
@@ -81,7 +82,7 @@ class Lifecycle:
     def start(self) -> None:
         """Begin to load; in the event loop."""
         self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._make, name="herald-load", daemon=True).start()
+        PatientThread(self._make, "herald-load").start()
 
     def check_open(self) -> None:
         """Raise `ApiError`, 503, unless requests are taken."""

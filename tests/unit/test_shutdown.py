@@ -71,6 +71,23 @@ async def ask():
 asyncio.run(ask())
 """
 
+LOAD = """
+import asyncio, time, torch
+from herald.serve.lifecycle import Lifecycle
+
+def load():
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        torch.ones(3000, 3000).exp()
+    raise ValueError("no such model")
+
+async def serve():
+    Lifecycle(load, 1.0).start()
+    await asyncio.sleep(0.3)
+
+asyncio.run(serve())
+"""
+
 
 def run(program: str, seconds: float = 120) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
@@ -95,6 +112,11 @@ def test_an_engine_that_nobody_closed(count: int) -> None:
         ended = run(ENGINE)
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout and not ended.stderr
+
+
+def test_a_server_that_ends_while_its_model_is_loaded() -> None:
+    ended = run(LOAD)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_fork_ends_without_the_threads_it_has_not() -> None:
