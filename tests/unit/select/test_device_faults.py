@@ -308,3 +308,44 @@ def test_too_little_memory_for_a_layer_is_said(caplog: pytest.LogCaptureFixture)
     assert str(of_layer) in caplog.text
     scan.close()
     case.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fails_at", [1, 3, 9])
+def test_a_gpu_gets_back_what_was_taken(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording fails, then memory is refused: nothing stays, and the next selection has its rows."""
+    case = Case(16, 32, 8, 30, pin=True)
+    alone, scan = case.selector(), case.scan("cuda", 2)
+    expected = alone.select(case.pages, 0, 480, 9, case.queries, case.lse, 0.3)
+    record, recorded = cuda_driver.CudaDriver.capture, []
+
+    def capture(driver: cuda_driver.CudaDriver, work: Callable[[], None]) -> int:
+        recorded.append(driver)
+        return record(driver, (lambda: 1 // 0) if len(recorded) == fails_at else work)
+
+    def select() -> np.ndarray:
+        job = case.job(0, 480, 9)
+        share = scan.start(job, native.Claims(LAYERS * HEADS))
+        share.wait()
+        return job.out[LAYERS_LEFT:] if share.layers else job.out
+
+    monkeypatch.setattr(cuda_driver.CudaDriver, "capture", capture)
+    with pytest.raises(ZeroDivisionError):
+        select()
+    assert scan._memory is not None and not scan._memory._by_width
+    before = torch.cuda.memory_allocated()
+    assert np.array_equal(select(), expected[LAYERS_LEFT:])
+    scan._memory._by_width.popitem()[1].close()
+    assert torch.cuda.memory_allocated() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_driver.CudaDriver, "capture", _refuse)
+        assert (select() == -1).all() and scan.reason
+    scan.let_go()
+    assert np.array_equal(select(), expected[LAYERS_LEFT:])
+    scan.close()
+    alone.close()
+    case.close()
+
+
+def _refuse(*_: Any) -> int:
+    raise torch.OutOfMemoryError
