@@ -66,8 +66,8 @@ struct DeviceSetup {
     int64_t finishers;       // threads of the top k
     HeldLayers held;
     std::vector<LayerBuffers> layers;
-    std::vector<PieceBuffers> pieces;
-    std::vector<void*> graphs;  // [pieces, layers]: scores a piece with a layer's buffers
+    std::vector<PieceBuffers> pieces;  // none where every layer is held: of those nothing crosses the bus
+    std::vector<void*> graphs;         // [pieces, layers]: scores a piece with a layer's buffers
 };
 
 // A span as `score_codes` reads it: first page, pages, rows of a head's keys, first page of a held layer.

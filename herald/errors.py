@@ -58,7 +58,7 @@ class HostPoolTooSmall(HeraldError):
 
 
 class ResidentSetTooSmall(HeraldError):
-    """Device memory has no room for a request's resident set."""
+    """Device memory has no room for a request's resident set, or for the key index that it was to hold."""
 
 
 class NonFiniteLogits(HeraldError):

@@ -58,8 +58,8 @@ class HostStore:
         transfer_why: why ``transfer="auto"`` could not take the fastest way, or "".
 
     Raises:
-        HostPoolTooSmall: the machine has no room for the pool. UsageError: the device has none for
-            ``index_device_bytes``.
+        HostPoolTooSmall: the machine has no room for the pool.
+        ResidentSetTooSmall: the device has none for ``index_device_bytes``.
     """
 
     def __init__(

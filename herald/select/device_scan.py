@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from herald.cuda_driver import CudaDriver, Driver, HostDriver
-from herald.errors import UsageError
+from herald.errors import ResidentSetTooSmall
 from herald.kvstore.host_memory import REGISTER_BYTES
 from herald.kvstore.key_index import KeyIndex
 from herald.select.worker import BackgroundWorker
@@ -107,7 +107,7 @@ class DeviceScan:
         holds_index: whether that is all of them: then selections leave nothing to the CPU.
 
     Raises:
-        UsageError: the device has not as much memory.
+        ResidentSetTooSmall: the device has not as much memory.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class _DeviceMemory:
             ]
         except torch.OutOfMemoryError:
             wanted = index.num_bytes // index.codes.shape[0] * layers_held
-            raise UsageError(
+            raise ResidentSetTooSmall(
                 f"the device has no room for {layers_held} layers of the key index ({wanted:,} bytes)",
                 "use less index_device_bytes, or 4 index_bits",
             ) from None

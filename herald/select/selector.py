@@ -44,6 +44,7 @@ class Selector:
 
     Raises:
         UsageError: ``backend="native"`` cannot be used, or this CPU lacks the instruction set.
+        ResidentSetTooSmall: the device has not ``device_bytes``.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ import torch
 
 from herald import LLM, EngineConfig, OffloadConfig, SamplingParams
 from herald.engine import memory
-from herald.errors import UsageError
+from herald.errors import ResidentSetTooSmall
 from herald.kvstore import host_memory
 from herald.kvstore.native import find_native
 from herald.select import Selector, device_scan
@@ -117,7 +117,7 @@ def test_an_engine_without_room_for_the_index_goes_on(
     monkeypatch.setattr(device_scan._DeviceMemory, "on_device", refuse)
     for _ in range(2):
         before = threading.active_count()
-        with pytest.raises(UsageError, match="use less index_device_bytes"):
+        with pytest.raises(ResidentSetTooSmall, match="use less index_device_bytes"):
             run(engine, [random_prompt(100, 1)], PARAMS)
         assert threading.active_count() == before
         assert slabs and all(slab.closed for slab in slabs)

@@ -16,7 +16,7 @@ import torch
 
 from herald import cuda_driver
 from herald.cuda_driver import HostDriver
-from herald.errors import UsageError
+from herald.errors import ResidentSetTooSmall
 from herald.kvstore.native import find_native
 from herald.select import Selector, device_scan
 from herald.select.device_scan import LAYERS_LEFT, LAYERS_UNDER_WAY, DeviceScan
@@ -99,7 +99,7 @@ def test_a_device_without_room_for_the_index(monkeypatch: pytest.MonkeyPatch) ->
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(device_scan.torch, "zeros", full)
-    with pytest.raises(UsageError, match=r"no room for 5 layers of the key index \([\d,]+ bytes\)"):
+    with pytest.raises(ResidentSetTooSmall, match=r"no room for 5 layers of the key index \([\d,]+ bytes\)"):
         case.scan("cpu", LAYERS)
     case.close()
 
