@@ -341,7 +341,7 @@ def add_offload_options(parser: argparse.ArgumentParser) -> None:
         type=size,
         metavar="SIZE",
         help="GPU memory for layers of the key index, such as 8GiB, which are then scored there without "
-        "crossing the bus (default: none)",
+        "crossing the bus; without a GPU nothing is taken (default: none)",
     )
 
 

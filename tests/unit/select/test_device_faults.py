@@ -201,10 +201,10 @@ class Faulty(HostDriver):
 
 
 @pytest.mark.parametrize("held", [0, 2, LAYERS])
-@pytest.mark.parametrize("call", range(len(cuda_driver.CALLS)), ids=cuda_driver.CALLS)
-def test_whatever_call_fails(held: int, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", [name for name in cuda_driver.CALLS if name != "cuStreamSynchronize"])
+def test_whatever_call_fails(held: int, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The selection gets that error, whichever thread met it, and the next one its rows."""
-    name = cuda_driver.CALLS[call].removesuffix("_v2")
+    call, name = cuda_driver.CALLS.index(function), function.removesuffix("_v2")
     monkeypatch.setattr(device_scan, "HostDriver", Faulty)
     monkeypatch.setattr(device_scan, "PIECE_BYTES", 6 * HEADS * 16 * 32)
     Faulty.call, Faulty.fails_at = call, 0
@@ -214,6 +214,7 @@ def test_whatever_call_fails(held: int, call: int, monkeypatch: pytest.MonkeyPat
     Faulty.made = 0
     scan.start(case.job(3, 470, 9), native.Claims(LAYERS * HEADS)).wait()
     calls = Faulty.made
+    assert calls > 0
     for fails_at in {1, 2, calls // 2, calls}:
         if not 1 <= fails_at <= calls:
             continue
