@@ -1,12 +1,12 @@
 #include "device_share.h"
 
 #include <algorithm>
-#include <condition_variable>
-#include <exception>
+#include <atomic>
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <thread>
+
+#include "threads.h"
 
 namespace herald {
 namespace {
@@ -26,6 +26,7 @@ class Share {
           const ScanKernels& kernels)
         : calls_(calls), setup_(setup), s_(selection), index_(selection.index), kernels_(kernels) {
         const int64_t size = index_.page_size, begin = s_.first / size;
+        next_layer_ = index_.layers - 1;
         num_pages_ = (s_.last + size - 1) / size - begin;
         for (int64_t i = 0; i < num_pages_; ++i) {
             const int64_t page = s_.page_ids[begin + i];
@@ -37,36 +38,24 @@ class Share {
         }
     }
 
-    // Begins layers on this thread and finishes them on others, so that the bus never waits for a top k.
+    // A thread for each layer that may be under way does all of a layer: claims it, makes codes of its
+    // queries, queues what the device does, waits and takes the top k. What is queued is queued layer by
+    // layer.
     int64_t Take(Claims& claims, int64_t leave) {
-        std::exception_ptr error;
-        std::vector<std::thread> finishers;
-        try {
-            for (int64_t i = 0; i < setup_.finishers; ++i) finishers.emplace_back([this] { FinishAll(); });
-            for (;;) {
-                if (!WaitForTurn()) break;
-                const int64_t task = claims.Back(index_.heads, leave);
-                if (task < 0) break;
-                const int64_t layer = task / index_.heads;
-                if (begun_.empty() && Holds(layer)) BringPages();  // not for layers that the CPU took
-                Begin(layer, Begun() % Depth());
-                std::lock_guard<std::mutex> lock(mutex_);
-                begun_.push_back(layer);
-                finished_.push_back(false);
-                changed_.notify_all();
+        DevicePool().ForEach(static_cast<int>(Depth()), Depth(), [&](int64_t turn) {
+            Check(calls_.set_context(setup_.context), "cuCtxSetCurrent");
+            try {
+                for (int64_t layer; (layer = Claim(claims, leave, turn)) >= 0;) {
+                    Prepare(layer, setup_.layers[turn]);
+                    Queue(layer, turn);
+                    Finish(layer, setup_.layers[turn]);
+                }
+            } catch (...) {
+                failed_ = true;
+                throw;
             }
-        } catch (...) {
-            error = std::current_exception();
-        }
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            all_begun_ = true;
-            changed_.notify_all();
-        }
-        for (std::thread& finisher : finishers) finisher.join();
-        if (error == nullptr) error = finish_error_;
-        if (error != nullptr) std::rethrow_exception(error);
-        return Begun();
+        });
+        return taken_;
     }
 
     // The device holds none of the request's pages.
@@ -78,43 +67,19 @@ class Share {
 
   private:
     int64_t Depth() const { return static_cast<int64_t>(setup_.layers.size()); }
-    int64_t Begun() const { return static_cast<int64_t>(begun_.size()); }
     bool Holds(int64_t layer) const { return layer >= setup_.held.first_layer; }
 
-    // Until the next layer may begin: its buffers are free, and not too many layers wait for the bus. False
-    // where another thread has failed.
-    bool WaitForTurn() {
-        std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait(lock, [&] {
-            if (finish_error_ != nullptr) return true;
-            const bool by_bus = !begun_.empty() && !Holds(begun_.back() - 1);
-            return Begun() - first_unfinished_ < (by_bus ? std::min(setup_.pieces_ahead, Depth()) : Depth());
-        });
-        return finish_error_ == nullptr;
-    }
-
-    void FinishAll() {
-        try {
-            Check(calls_.set_context(setup_.context), "cuCtxSetCurrent");
-            for (;;) {
-                std::unique_lock<std::mutex> lock(mutex_);
-                changed_.wait(lock, [&] {
-                    return next_to_finish_ < Begun() || all_begun_ || finish_error_ != nullptr;
-                });
-                if (finish_error_ != nullptr || next_to_finish_ == Begun()) return;
-                const int64_t number = next_to_finish_++, layer = begun_[number];
-                lock.unlock();
-                Finish(layer, setup_.layers[number % Depth()]);
-                lock.lock();
-                finished_[number] = true;
-                while (first_unfinished_ < Begun() && finished_[first_unfinished_]) ++first_unfinished_;
-                changed_.notify_all();
-            }
-        } catch (...) {
-            std::lock_guard<std::mutex> lock(mutex_);
-            finish_error_ = std::current_exception();
-            changed_.notify_all();
-        }
+    // The next layer for the buffers of a turn; -1 for none.
+    int64_t Claim(Claims& claims, int64_t leave, int64_t turn) {
+        std::lock_guard<std::mutex> lock(claim_mutex_);
+        // Whoever waits for the bus claims no more than that the bus always has work: the CPU may be sooner.
+        if (failed_ || (turn >= setup_.pieces_ahead && !Holds(next_layer_))) return -1;
+        const int64_t task = claims.Back(index_.heads, leave);
+        if (task < 0) return -1;
+        const int64_t layer = task / index_.heads;
+        next_layer_ = layer - 1;
+        if (taken_++ == 0 && Holds(layer)) BringPages();  // not for layers that the CPU took
+        return layer;
     }
 
     // Copies what the device does not hold yet of the request's pages, in all held layers, and the table.
@@ -156,20 +121,25 @@ class Share {
               "cuMemcpyHtoDAsync");
     }
 
-    // Queues one layer on the two streams, the buffers of whose turn nobody uses.
-    void Begin(int64_t layer, int64_t turn) {
-        const LayerBuffers& b = setup_.layers[turn];
-        const int64_t heads = index_.heads, width = setup_.width, n = index_.n, size = index_.page_size;
-        const int64_t code_bytes = heads * width * n, lead_bytes = 4 * heads * width;
-        const int64_t query_bytes = code_bytes + lead_bytes + 4 * heads;
-        const int64_t stride = num_pages_ * size;
+    int64_t QueryBytes() const { return index_.heads * setup_.width * (index_.n + 4) + 4 * index_.heads; }
+
+    // Codes of a layer's queries, in the host's buffer.
+    void Prepare(int64_t layer, const LayerBuffers& b) {
+        const int64_t codes = index_.heads * setup_.width * index_.n, leads = 4 * index_.heads * setup_.width;
         PrepareLayer(
             s_, kernels_, layer,
-            {reinterpret_cast<int8_t*>(b.host_queries), reinterpret_cast<float*>(b.host_queries + code_bytes),
-             reinterpret_cast<float*>(b.host_queries + code_bytes + lead_bytes)});
+            {reinterpret_cast<int8_t*>(b.host_queries), reinterpret_cast<float*>(b.host_queries + codes),
+             reinterpret_cast<float*>(b.host_queries + codes + leads)});
+    }
+
+    // Queues a layer on the two streams.
+    void Queue(int64_t layer, int64_t turn) {
+        std::lock_guard<std::mutex> lock(queue_mutex_);
+        const LayerBuffers& b = setup_.layers[turn];
+        const int64_t stride = num_pages_ * index_.page_size;
         const int64_t held = Holds(layer) ? (layer - setup_.held.first_layer) * index_.pages : 0;
-        WriteSpan(reinterpret_cast<int32_t*>(b.host_queries + query_bytes), 0, num_pages_, stride, held);
-        Check(calls_.copy_in(b.queries, b.host_queries, query_bytes + 4 * kSpan, setup_.copy_stream),
+        WriteSpan(reinterpret_cast<int32_t*>(b.host_queries + QueryBytes()), 0, num_pages_, stride, held);
+        Check(calls_.copy_in(b.queries, b.host_queries, QueryBytes() + 4 * kSpan, setup_.copy_stream),
               "cuMemcpyHtoDAsync");
         if (Holds(layer)) {
             Check(calls_.record(b.asked, setup_.copy_stream), "cuEventRecord");
@@ -178,7 +148,7 @@ class Share {
         } else {
             Bring(layer, turn, stride);
         }
-        Check(calls_.copy_out(b.host_keys, b.keys, 4 * heads * stride, setup_.scan_stream),
+        Check(calls_.copy_out(b.host_keys, b.keys, 4 * index_.heads * stride, setup_.scan_stream),
               "cuMemcpyDtoHAsync");
         Check(calls_.record(b.done, setup_.scan_stream), "cuEventRecord");
     }
@@ -260,17 +230,13 @@ class Share {
     const ScanKernels& kernels_;
     std::vector<Run> runs_;
     int64_t num_pages_ = 0;
-    int64_t next_piece_ = 0;
 
-    // Between the threads.
-    std::mutex mutex_;
-    std::condition_variable changed_;
-    std::vector<int64_t> begun_;    // layers, in order
-    std::vector<bool> finished_;    // of them
-    int64_t next_to_finish_ = 0;    // the next one that a thread takes
-    int64_t first_unfinished_ = 0;  // all before it are finished
-    bool all_begun_ = false;
-    std::exception_ptr finish_error_;
+    std::mutex claim_mutex_;
+    int64_t taken_ = 0;       // layers
+    int64_t next_layer_ = 0;  // that will be claimed, if the CPU does not come first
+    std::mutex queue_mutex_;
+    int64_t next_piece_ = 0;
+    std::atomic<bool> failed_{false};
 };
 
 }  // namespace

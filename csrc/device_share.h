@@ -63,9 +63,8 @@ struct DeviceSetup {
     int64_t width;           // query rows of a KV head that they hold
     int64_t register_bytes;  // a copy stays within one of these, counted from an array's first byte
     int64_t pieces_ahead;    // layers under way whose codes cross the bus; of others as many as there are
-    int64_t finishers;       // threads of the top k
     HeldLayers held;
-    std::vector<LayerBuffers> layers;
+    std::vector<LayerBuffers> layers;  // one for each layer that may be under way
     std::vector<PieceBuffers> pieces;  // none where every layer is held: of those nothing crosses the bus
     std::vector<void*> graphs;         // [pieces, layers]: scores a piece with a layer's buffers
 };

@@ -28,7 +28,7 @@ namespace {
 using namespace herald;
 
 // What the functions below take and give; herald/kvstore/native.py refuses an extension with another number.
-constexpr int kInterface = 6;
+constexpr int kInterface = 7;
 
 template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
@@ -168,8 +168,8 @@ class BoundDeviceShare {
                      const Addresses& graphs, const Addresses& held, Array<int64_t> versions,
                      Array<int64_t> held_versions)
         : versions_(versions), held_versions_(held_versions) {
-        Require(calls.size() == 8 && queues.size() == 3 && sizes.size() == 7 && held.size() == 6,
-                "there must be 8 calls, 3 queues, 7 sizes and 6 addresses of what is held");
+        Require(calls.size() == 8 && queues.size() == 3 && sizes.size() == 6 && held.size() == 6,
+                "there must be 8 calls, 3 queues, 6 sizes and 6 addresses of what is held");
         calls_ = {To<decltype(calls_.set_context)>(calls[0]), To<decltype(calls_.copy_in)>(calls[1]),
                   To<decltype(calls_.copy_out)>(calls[2]),    To<decltype(calls_.record)>(calls[3]),
                   To<decltype(calls_.wait)>(calls[4]),        To<decltype(calls_.synchronize)>(calls[5]),
@@ -184,7 +184,6 @@ class BoundDeviceShare {
         setup_.width = sizes[2];
         setup_.register_bytes = sizes[3];
         setup_.pieces_ahead = sizes[4];
-        setup_.finishers = sizes[5];
         Require(!layers.empty() && graphs.size() == layers.size() * pieces.size(),
                 "there must be a graph for every piece and layer");
         Require(!pieces.empty() || sizes.back() == 0, "layers that are not held need pieces");
@@ -201,7 +200,7 @@ class BoundDeviceShare {
         for (const uint64_t graph : graphs) setup_.graphs.push_back(Pointer(graph));
         Require(versions.ndim() == 1 && held_versions.size() == versions.size(),
                 "versions and held_versions must be [pages]");
-        setup_.held = {sizes[6],
+        setup_.held = {sizes[5],
                        held[0],
                        held[1],
                        held[2],
@@ -372,7 +371,7 @@ PYBIND11_MODULE(_native, m) {
              py::arg("graphs"), py::arg("held"), py::arg("versions").noconvert(),
              py::arg("held_versions").noconvert(),
              "queues: context, copy and scan stream. sizes: piece_pages, capacity, width, register_bytes,\n"
-             "pieces_ahead, finishers, first layer held. held: codes, row_scales, mean_codes, page_scales,\n"
+             "pieces_ahead, first layer held. held: codes, row_scales, mean_codes, page_scales,\n"
              "host_table, table.")
         .def(
             "run", &BoundDeviceShare::Run, py::arg("codes").noconvert(), py::arg("row_scales").noconvert(),

@@ -10,10 +10,12 @@ namespace {
 
 WorkerPool* packing_pool = nullptr;
 WorkerPool* selection_pool = nullptr;
+WorkerPool* device_pool = nullptr;
 
 void NewPools() {
     packing_pool = new WorkerPool;
     selection_pool = new WorkerPool;
+    device_pool = new WorkerPool;
 }
 
 }  // namespace
@@ -80,6 +82,9 @@ WorkerPool& PackingPool() {
 }
 WorkerPool& SelectionPool() {
     return *selection_pool;
+}
+WorkerPool& DevicePool() {
+    return *device_pool;
 }
 
 }  // namespace herald

@@ -36,11 +36,11 @@ class WorkerPool {
     int unfinished_ = 0;
 };
 
-// Two pools, so that planning and packing the rows of a transfer never wait for a scan. Call StartPools once,
-// on import.
-// A forked child has none of the threads, so it gets new pools.
+// Pools of their own, so that planning and packing the rows of a transfer, or feeding a device, never wait
+// for a scan. Call StartPools once, on import. A forked child has none of the threads, so it gets new pools.
 void StartPools();
 WorkerPool& PackingPool();
 WorkerPool& SelectionPool();
+WorkerPool& DevicePool();
 
 }  // namespace herald

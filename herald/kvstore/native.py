@@ -14,7 +14,7 @@ Backend = Literal["auto", "native", "numba"]
 BACKENDS = ("auto", "native", "numba")
 
 # What the functions of this version's extension take and give.
-_INTERFACE = 6
+_INTERFACE = 7
 
 
 class Native(NamedTuple):

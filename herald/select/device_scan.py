@@ -36,9 +36,7 @@ PIECES = 3
 # Layers of which the device has begun but not brought back the keys: those whose codes cross the bus, and
 # all.
 LAYERS_AHEAD = 4
-LAYERS_UNDER_WAY = 8
-# Threads that take the top k of layers; with the index on the device they are what a selection waits for.
-FINISHERS = 4
+LAYERS_UNDER_WAY = 6
 # Layers that must be left to the CPU when another one is taken: it would be done with them first.
 LAYERS_LEFT = 2
 # A selection of fewer token-heads takes the CPU about 2 ms.
@@ -316,7 +314,7 @@ class _Buffers:
         return memory.native.DeviceShare(
             self._driver.calls,
             [self._driver.context, stream(memory.copy_stream), stream(memory.scan_stream)],
-            [memory.piece_pages, capacity, width, REGISTER_BYTES, LAYERS_AHEAD, FINISHERS, first_held],
+            [memory.piece_pages, capacity, width, REGISTER_BYTES, LAYERS_AHEAD, first_held],
             *(layers, pieces, graphs),
             [memory.held[i].data_ptr() for i in range(4)] + [host_table.data_ptr(), table.data_ptr()],
             *(index.versions, memory.held_versions),
