@@ -12,7 +12,7 @@ import triton.language as tl
 
 from herald_kernels.ops import tiles
 from herald_kernels.ops.expert_mlp.buckets import Buckets, make_buckets
-from herald_kernels.ops.gelu_mul.triton_kernel import gelu_tanh
+from herald_kernels.ops.gates import open_gate
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -71,7 +71,7 @@ def _grouped_kernel(
     kind = out.dtype.element_ty
     if GATED:
         gate = acc.to(kind).to(tl.float32)
-        opened = gelu_tanh(gate) if GELU else gate / (1.0 + tl.exp(-gate))
+        opened = open_gate(gate, GELU)
         opened = opened.to(kind).to(tl.float32)
         value = (opened * up_acc.to(kind).to(tl.float32)).to(kind)
         tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], value, mask=inside[None, :])

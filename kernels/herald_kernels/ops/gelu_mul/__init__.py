@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from herald_kernels.dispatch import implementation
-from herald_kernels.ops.checks import need_unit_stride
+from herald_kernels.ops.checks import need_gates
 
 
 def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -23,8 +23,6 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: an odd width, or strides that do not fit.
     """
-    if gate_up.shape[1] % 2:
-        raise ValueError(f"gate_up {tuple(gate_up.shape)} must have a gate for every value: an even width")
-    need_unit_stride(gate_up=gate_up)
+    need_gates(gate_up)
     out: torch.Tensor = implementation("gelu_mul", gate_up.device.type)(gate_up)
     return out

@@ -1,49 +1,12 @@
-# mypy: disable-error-code="no-untyped-def"
-"""Triton kernel of `gelu_mul`: one program a part of a row."""
+"""Triton kernel of `gelu_mul`."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
-from herald_kernels.ops import tiles
-
-
-@triton.jit
-def gelu_tanh(x):
-    """The tanh form of GELU of float32 values."""
-    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    # tanh(a) = 1 - 2 / (exp(2 a) + 1), exact at both ends
-    return 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
-
-
-@triton.jit(do_not_specialize=["num_parts"])
-def _gelu_mul_kernel(gate_up, out, num_parts, stride, D: tl.constexpr, BLOCK: tl.constexpr):
-    row = (tl.program_id(0) // num_parts).to(tl.int64)
-    col = (tl.program_id(0) % num_parts) * BLOCK + tl.arange(0, BLOCK)
-    inside = col < D
-    source = gate_up + row * stride + col
-    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(source + D, mask=inside, other=0.0).to(tl.float32)
-    opened = gelu_tanh(gate).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * D + col, (opened * up).to(out.dtype.element_ty), mask=inside)
+from herald_kernels.ops.gates import gate_mul
 
 
 def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `herald_kernels.gelu_mul`."""
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    if num_rows and width:
-        block = min(tiles.SILU_MUL.size, triton.next_power_of_2(width))
-        num_parts = triton.cdiv(width, block)
-        _gelu_mul_kernel[(num_rows * num_parts,)](
-            gate_up,
-            out,
-            num_parts,
-            gate_up.stride(0),
-            D=width,
-            BLOCK=block,
-            num_warps=tiles.SILU_MUL.num_warps,
-        )
-    return out
+    return gate_mul(gate_up, gelu=True)
