@@ -1,6 +1,6 @@
 // The layers of a selection that a CUDA device scores while the CPU's threads score the others: codes cross
-// the bus piece by piece, a captured graph scores them, order keys come back. Two threads drive all of it
-// through the driver's functions, and nothing in it needs the interpreter.
+// the bus piece by piece, or are there already, a captured graph scores them, order keys come back. A thread
+// for each layer under way drives all of it through the driver's functions; nothing needs the interpreter.
 
 #pragma once
 

@@ -287,17 +287,18 @@ class _Buffers:
     def _make(self) -> Any:
         """``herald._native.DeviceShare`` with its buffers, events and graphs."""
         memory, index, width, capacity = self._memory, self._memory.index, self._width, self.capacity
-        heads = index.codes.shape[2]
+        num_layers, _, heads = index.codes.shape[:3]
         kind = torch.int32 if index.bits == 8 else torch.float32
-        starts = self._on_device(kind, heads, memory.piece_pages, width)
-        table_starts = self._on_device(kind, heads, capacity if memory.held[0].numel() else 0, width)
+        holds = memory.first_held < num_layers
+        starts = self._on_device(kind, heads, memory.piece_pages if memory.codes else 0, width)
+        table_starts = self._on_device(kind, heads, capacity if holds else 0, width)
         host_table, table = self._on_host(torch.int32, capacity), self._on_device(torch.int32, capacity)
         layers: list[list[int]] = []
         scored_with = []
         for _ in range(LAYERS_UNDER_WAY):
             addresses, of_index, asked, span, keys = self._layer()
             graph = 0
-            if table_starts.numel():
+            if holds:
                 held = [array.flatten(0, 1) for array in memory.held]
                 held_codes = (held[0], None if index.bits == 8 else held[1], held[2], held[3])
                 graph = self._capture((*held_codes, *asked, span, table_starts, keys, table))
@@ -310,11 +311,10 @@ class _Buffers:
             for of_index, asked, keys in scored_with:
                 graphs.append(self._capture((codes, *of_index, *asked, span, starts, keys)))
         stream = self._driver.handle
-        first_held = memory.first_held if table_starts.numel() else index.codes.shape[0]
         return memory.native.DeviceShare(
             self._driver.calls,
             [self._driver.context, stream(memory.copy_stream), stream(memory.scan_stream)],
-            [memory.piece_pages, capacity, width, REGISTER_BYTES, LAYERS_AHEAD, first_held],
+            [memory.piece_pages, capacity, width, REGISTER_BYTES, LAYERS_AHEAD, memory.first_held],
             *(layers, pieces, graphs),
             [memory.held[i].data_ptr() for i in range(4)] + [host_table.data_ptr(), table.data_ptr()],
             *(index.versions, memory.held_versions),
