@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from bench_longctx import machine
+from bench_longctx.stepping import step
 from bench_longctx.throughput.synthetic import NoTokenizer, random_model
 from herald import EngineConfig, OffloadConfig, SamplingParams
 from herald.engine.engine import Engine
@@ -57,7 +58,7 @@ def measure(engine: Engine, prompt: int, steps: int) -> dict[str, Any]:
     )
     running = engine.add_request(_tokens(engine, 256), dataclasses.replace(params, max_tokens=16_384))
     while running.counters.steps < 2 * steps:
-        engine.step()
+        step(engine, [running])
     alone = _gaps(engine, running, lambda: running.counters.steps >= 2 * steps + ALONE)
     late = engine.add_request(_tokens(engine, prompt), params)
     start = time.perf_counter()
@@ -77,7 +78,7 @@ def measure(engine: Engine, prompt: int, steps: int) -> dict[str, Any]:
 def _gaps(engine: Engine, request: Request, done: Any) -> list[float]:
     gaps, seen, since = [], request.counters.steps, time.perf_counter()
     while not done() and request.phase is not Phase.FINISHED:
-        engine.step()
+        step(engine, [request])
         if request.counters.steps != seen:
             now = time.perf_counter()
             gaps.append(now - since)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench_longctx.stepping import step
 from herald.engine.blocks import BlockTable
 from herald.engine.engine import Engine
 from herald.engine.lanes import StepShape
@@ -62,7 +64,7 @@ def measure(engine: Engine, run: Run) -> dict[str, Any]:
     prompt = rng.integers(0, engine.model.config.mask_token_id, run.prefix // block * block).tolist()
     requests = [engine.add_request(prompt, params) for _ in range(run.batch)]
     while not all(r.phase is Phase.DECODE for r in requests):
-        engine.step()
+        step(engine, requests)
     if engine.retriever is not None:
         _set_retrieval(engine, run.retrieval)
     scan = None if engine.retriever is None else engine.retriever.store.selector.device_scan
@@ -112,12 +114,12 @@ def busy_share(engine: Engine, run: Run, steps: int = 40) -> dict[str, Any]:
     prompt = [1] * (run.prefix // engine.model.config.block_length * engine.model.config.block_length)
     requests = [engine.add_request(prompt, params) for _ in range(run.batch)]
     while min(r.counters.blocks for r in requests) < WARM_BLOCKS:
-        engine.step()
+        step(engine, requests)
     launches = _time_launches(engine)
 
     def work() -> None:
         while len(launches) < steps:
-            engine.step()
+            step(engine, requests)
 
     times = record_kernels(work)
     for request in requests:
@@ -145,7 +147,7 @@ def _rounds(engine: Engine, requests: list[Request], wanted: int) -> _Rounds:
     recorded, sums = len(engine.runner.programs), _sums(requests)
     found = _Rounds([], (0.0,) * 4, 0, [], 0)
     while len(found.seconds) < wanted and done < WARM_BLOCKS + wanted + SPARE_BLOCKS:
-        engine.step()
+        step(engine, requests)
         if min(r.counters.blocks for r in requests) <= done:
             continue
         done += 1
@@ -235,7 +237,9 @@ def _set_retrieval(engine: Engine, retrieval: str) -> None:
         chosen.set_result(none)
         update.set_result(SetUpdate(version, plan, None))
         arrival.set_result(None)
-        return Selection(block * request.block_length, block, chosen, update, arrival, True)
+        return Selection(
+            block * request.block_length, block, chosen, update, arrival, True, threading.Event()
+        )
 
     def select(request: Request, queries: Any, lse: Any, block: int, due: bool, after: Any) -> Selection:
         return frozen(request, block)

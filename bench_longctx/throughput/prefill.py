@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench_longctx.stepping import step
 from bench_longctx.throughput.synthetic import NoTokenizer
 from herald.config import EngineConfig, OffloadConfig
 from herald.engine.engine import Engine
@@ -47,7 +48,7 @@ def measure(model: BlockModel, tokens: int, offload: OffloadConfig, chunk: int, 
             torch.cuda.reset_peak_memory_stats()
         request = engine.add_request(rng.integers(0, model.config.mask_token_id, length).tolist(), params)
         while request.phase is not Phase.FINISHED:
-            engine.step()
+            step(engine, [request])
         if run:
             seconds.append(request.prefilled - request.prefill_started)
             peak = torch.cuda.max_memory_allocated() if cuda else 0
