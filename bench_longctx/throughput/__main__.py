@@ -80,8 +80,11 @@ def run_decode(args: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     for most in (batches[0], batches[0] * 4 // 5):
         engine = make_engine(model, offload, most, args.shared)
+        begin = decode.Run(short, most, 20, args.blocks)
+        if args.contexts == "long":
+            begin = decode.Run(long, long_batch, 20, args.blocks)
         try:
-            first = decode.measure(engine, decode.Run(short, most, 20, args.blocks))
+            first = decode.measure(engine, begin)
             break
         except HostPoolTooSmall as error:
             print(f"batch {most} does not fit this host: {error}", file=sys.stderr)
@@ -92,15 +95,18 @@ def run_decode(args: argparse.Namespace) -> dict[str, Any]:
     for batch in (most, *batches[1:]):
         kinds = (decode.FULL, decode.LANES_ONLY, decode.BARE)
         plan += [decode.Run(short, batch, 20, args.blocks, kind) for kind in kinds][batch == most :]
-    plan += [decode.Run(long, batch, 20, args.blocks) for batch in (long_batch, 1)]
-    plan += [decode.Run(long, long_batch, 8, args.blocks)]
+    at_length = [decode.Run(long, 1, 20, args.blocks), decode.Run(long, long_batch, 8, args.blocks)]
+    if args.contexts == "both":
+        plan += [decode.Run(long, long_batch, 20, args.blocks), *at_length]
+    elif args.contexts == "long":
+        plan = at_length
     if args.quick:
         plan = [decode.Run(short, most, 8, args.blocks), decode.Run(short, 1, 20, args.blocks)]
     for run in plan:
         found.append(decode.measure(engine, run))
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     busy = {}
-    if model.device.type == "cuda":
+    if model.device.type == "cuda" and args.contexts != "long":
         busy = {str(b): decode.busy_share(engine, decode.Run(short, b, 20)) for b in (1, most)}
     store = engine.memory.store
     assert store is not None
@@ -188,7 +194,7 @@ def in_own_process(suite: str, args: argparse.Namespace) -> dict[str, Any]:
                 str(path),
             ]
             command += [f"--preset={args.preset}", f"--blocks={args.blocks}"]
-            command += [f"--lookahead-step={args.lookahead_step}"]
+            command += [f"--contexts={args.contexts}", f"--lookahead-step={args.lookahead_step}"]
             command += [f"--num-threads={args.num_threads}"]
             command.append("--scan-on-device" if args.scan_on_device else "--no-scan-on-device")
             command += [f"--index-device-memory={args.index_device_memory}"]
@@ -208,6 +214,12 @@ def main() -> int:
     )
     parser.add_argument("--blocks", type=int, default=6, help="blocks that are measured (%(default)s)")
     parser.add_argument("--batch", type=int, default=0, help="largest batch at the short context (20)")
+    parser.add_argument(
+        "--contexts",
+        choices=("both", "short", "long"),
+        default="both",
+        help="of decoding (%(default)s)",
+    )
     parser.add_argument(
         "--quick", action="store_true", help="only the largest batch and batch 1, at the short context"
     )

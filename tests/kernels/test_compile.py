@@ -233,8 +233,8 @@ def test_expert_mlp(compiled: list[Any], tokens: int, dtype: torch.dtype) -> Non
     """16B-A1B: 256 experts of 512, 8 a token, hidden size 2048."""
     hidden = torch.zeros(1, 2048, dtype=dtype).expand(tokens, -1)
     ids = torch.zeros(tokens, 8, dtype=torch.int32)
-    gate_up = torch.zeros(1, dtype=dtype).expand(256, 1024, 2048)
-    down = torch.zeros(1, dtype=dtype).expand(256, 2048, 512)
+    gate_up = torch.empty(256, 1024, 2048, dtype=dtype)
+    down = torch.empty(256, 2048, 512, dtype=dtype)
     kernel_of("expert_mlp")(hidden, ids, ids.float(), gate_up, down, hidden)
     assert len(compiled) == 5
     check(compiled, dtype, products=True)
@@ -271,8 +271,8 @@ def test_gelu_mul(compiled: list[Any]) -> None:
 def test_experts_of_gemma(compiled: list[Any]) -> None:
     """26B-A4B: 128 experts of 704, 8 a token, hidden size 2816."""
     hidden, ids = torch.zeros(1, 2816, dtype=BF16).expand(512, -1), torch.zeros(512, 8, dtype=torch.int32)
-    gate_up = torch.zeros(1, dtype=BF16).expand(128, 1408, 2816)
-    down = torch.zeros(1, dtype=BF16).expand(128, 2816, 704)
+    gate_up = torch.empty(128, 1408, 2816, dtype=BF16)
+    down = torch.empty(128, 2816, 704, dtype=BF16)
     kernel_of("expert_mlp")(hidden, ids, ids.float(), gate_up, down, hidden, "gelu_tanh")
     weight, scale = torch.zeros(128, 2816), torch.zeros(128)
     kernel_of("route_experts")(hidden, weight, None, 8, "softmax", 1, 1, True, 1.0, scale)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from herald_kernels import expert_mlp
+from herald_kernels.ops import tiles
 from tests.kernels import naive
 from tests.kernels.support import CUDA, TRITON, Draw, Target, on, relative_error
 
@@ -150,3 +151,15 @@ def test_what_does_not_fit_is_refused() -> None:
     case.gate_up = case.gate_up.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match="gate_up must be contiguous"):
         case.run()
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
+def test_tiles_fit_into_smaller_devices(shared: int) -> None:
+    """A device with less shared memory takes smaller ones."""
+    rows = []
+    for pairs in (1, 5, 20, 50, 80, 200, 5000):
+        gate_up, down = tiles.expert_tiles(pairs, torch.bfloat16, shared)
+        assert max(tiles.product_bytes(gate_up, 2), tiles.product_bytes(down, 1)) <= shared
+        assert gate_up.rows == down.rows
+        rows.append(gate_up.rows)
+    assert rows[-1] == (128 if shared == 227 << 10 else 64)

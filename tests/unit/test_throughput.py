@@ -40,6 +40,18 @@ def test_every_measurement_is_made(tmp_path: Path) -> None:
     assert "tokens/s" in done.stdout
 
 
+def test_the_long_context_alone(tmp_path: Path) -> None:
+    options = ["--inside", "decode", "--tiny", "--blocks", "1", "--contexts", "long"]
+    command = [sys.executable, "-m", "bench_longctx.throughput", *options]
+    subprocess.run([*command, "--json", str(tmp_path / "out.json")], cwd=ROOT, check=True, timeout=240)
+    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert [(run["prefix"], run["batch"], run["steps"]) for run in runs] == [
+        (2048, 2, 20),
+        (2048, 1, 20),
+        (2048, 2, 8),
+    ]
+
+
 def test_a_request_that_fails_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     model = synthetic.random_model("sdar-8b", 16, 4096, torch.device("cpu"), tiny=True)
     monkeypatch.setattr(synthetic.engine_module, "PrefillTask", synthetic.SyntheticPrefill)

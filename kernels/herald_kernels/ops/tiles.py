@@ -34,7 +34,8 @@ class Strip:
     """How one program of an element-wise kernel works.
 
     Args:
-        size: values (`silu_mul`) or tokens (`qk_norm_rope`) of a program; unused where a program takes a row.
+        size: values (`silu_mul`) or tokens (`qk_norm_rope`, `route_experts`) of a program; unused where it
+            takes a row.
         num_warps: warps of the program.
         heads: heads that a program of `qk_norm_rope` takes one after the other.
     """
@@ -54,6 +55,7 @@ class ProductTiles:
         depth: values of the inner dimension that are in a step of the loop.
         num_warps: warps of the program.
         num_stages: steps in flight.
+        descriptors: load weights through a tensor descriptor (TMA) where the device and shapes allow.
     """
 
     rows: int
@@ -61,6 +63,7 @@ class ProductTiles:
     depth: int
     num_warps: int
     num_stages: int
+    descriptors: bool = False
 
 
 # The table: one H200, bf16, head_dim 128, hidden size 4096. `bench_kernels --tune all` measures it again.
@@ -76,8 +79,14 @@ SILU_MUL = Strip(1024, 4)
 ROTATE = Strip(8, 4)
 ROTATE_MANY = Strip(16, 4, heads=2)  # beyond ROTATE_TOKENS tokens
 ROTATE_TOKENS = 640
-ROUTE = ProductTiles(16, 0, 64, 4, 3)  # columns: all experts
-ROUTE_EXACT = ProductTiles(16, 0, 16, 8, 1)  # float32
+# Tokens up to which the router's product works so; the last beyond.
+ROUTE = (
+    (640.0, ProductTiles(16, 32, 128, 4, 3)),
+    (float("inf"), ProductTiles(64, 32, 64, 4, 4)),
+)
+ROUTE_EXACT = ProductTiles(16, 64, 16, 8, 1)  # float32
+CHOOSE = Strip(1, 1)
+ROUTE_TURNED = False
 COMBINE = Strip(1024, 4)
 # Pairs an expert has on average, up to which (gate and up, down) work so; the last beyond. With few rows it
 # counts how many bytes of weights are in flight, with many how often a byte that was read is used.
@@ -85,9 +94,8 @@ EXPERTS = (
     (2.0, (ProductTiles(16, 32, 128, 4, 5), ProductTiles(16, 128, 128, 4, 3))),
     (10.0, (ProductTiles(16, 64, 128, 4, 3), ProductTiles(16, 128, 128, 4, 3))),
     (24.0, (ProductTiles(32, 64, 128, 4, 3), ProductTiles(32, 64, 128, 4, 3))),
-    (64.0, (ProductTiles(64, 64, 64, 4, 4), ProductTiles(64, 128, 64, 4, 4))),
-    (160.0, (ProductTiles(64, 64, 64, 4, 3), ProductTiles(64, 128, 64, 4, 3))),
-    (float("inf"), (ProductTiles(128, 128, 64, 8, 3), ProductTiles(128, 128, 64, 8, 4))),
+    (64.0, (ProductTiles(64, 64, 64, 4, 3, True), ProductTiles(64, 128, 64, 4, 3, True))),
+    (float("inf"), (ProductTiles(128, 128, 64, 8, 4, True), ProductTiles(128, 256, 64, 8, 4, True))),
 )
 EXPERTS_EXACT = (ProductTiles(16, 32, 16, 4, 1), ProductTiles(16, 64, 16, 4, 1))  # float32
 
@@ -122,11 +130,43 @@ def _wide_tiles(head_dim: int, dtype: torch.dtype) -> Tiles | None:
     return WIDEST_HEADS if head_dim > 256 else WIDE_HEADS if head_dim > 128 else None
 
 
-def expert_tiles(pairs_an_expert: float, dtype: torch.dtype) -> tuple[ProductTiles, ProductTiles]:
-    """Tiles of `expert_mlp`: of the product of gate and up, and of that of down; both have as many rows."""
+def expert_tiles(
+    pairs_an_expert: float, dtype: torch.dtype, shared_bytes: int = SHARED_BYTES
+) -> tuple[ProductTiles, ProductTiles]:
+    """Tiles of `expert_mlp`: of the product of gate and up, and of that of down; both have as many rows.
+
+    Args:
+        shared_bytes: of a multiprocessor, for one program: where the tiles for so many pairs need more, those
+            for fewer are taken, or the first for more that fit.
+    """
     if dtype == torch.float32:
         return EXPERTS_EXACT
-    return next(pair for most, pair in EXPERTS if pairs_an_expert <= most)
+    place = next(i for i, (most, _) in enumerate(EXPERTS) if pairs_an_expert <= most)
+    in_turn = (*reversed(EXPERTS[: place + 1]), *EXPERTS[place + 1 :])
+    return next(
+        pair
+        for _, pair in in_turn
+        if max(product_bytes(pair[0], 2), product_bytes(pair[1], 1)) <= shared_bytes
+    )
+
+
+def product_bytes(tile: ProductTiles, parts: int) -> int:
+    """Bytes of shared memory of a 16-bit product with ``parts`` matrices of weights."""
+    return 2 * tile.num_stages * tile.depth * (tile.rows + parts * tile.columns)
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have there."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    active = importlib.import_module("triton").runtime.driver.active
+    return int(active.utils.get_device_properties(device.index)["max_shared_mem"])
+
+
+def router_tiles(num_tokens: int, dtype: torch.dtype) -> ProductTiles:
+    """Tiles of the product of `route_experts`."""
+    return ROUTE_EXACT if dtype == torch.float32 else next(tile for most, tile in ROUTE if num_tokens <= most)
 
 
 def rotate_strip(num_tokens: int) -> Strip:
@@ -152,6 +192,19 @@ def aligned_rows(rows: torch.Tensor) -> bool:
     )
 
 
+def matrix_descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
+    """A descriptor of a matrix in blocks [rows, columns]; None where the device or alignment rules it out."""
+    if not aligned_rows(matrix) or (matrix.is_cuda and not _has_descriptors(matrix.device.index)):
+        return None
+    return _descriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+
+
+def _descriptor(tensor: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(
+        tensor, shape, strides, block
+    )
+
+
 def row_descriptor(rows: torch.Tensor, tile: Tiles) -> Any:
     """A descriptor of ``rows`` [H, n, 2 * head_dim] as a matrix of rows, or None to load through pointers.
 
@@ -165,5 +218,4 @@ def row_descriptor(rows: torch.Tensor, tile: Tiles) -> Any:
     if rows.is_cuda and not _has_descriptors(rows.device.index):
         return None
     height = (rows.shape[0] - 1) * (stride_head // stride_row) + rows.shape[1]
-    descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
-    return descriptor(rows, [height, rows.shape[2]], [stride_row, 1], [tile.keys, rows.shape[2] // 2])
+    return _descriptor(rows, [height, rows.shape[2]], [stride_row, 1], [tile.keys, rows.shape[2] // 2])

@@ -9,8 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Pairs that a program looks at together.
-CHUNK = 1024
+# Pairs of a program; each is compared with each.
+CHUNK = 256
+# Chunks whose counts are read at once, tiles whose experts are found at once, rows that are marked at once.
+COUNTS, TILES, MARKS = 32, 32, 1024
 
 
 @dataclass
@@ -30,14 +32,28 @@ class Buckets:
     max_tiles: int
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def _count_kernel(ids, counts, num_pairs, CHUNK: tl.constexpr):
-    expert = tl.program_id(0)
-    total = tl.zeros([CHUNK], tl.int32)
-    for first in range(0, num_pairs, CHUNK):
-        i = first + tl.arange(0, CHUNK)
-        total += (tl.load(ids + i, mask=i < num_pairs, other=-1) == expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(total, 0))
+@triton.jit(do_not_specialize=["num_pairs", "num_rows"])
+def _count_kernel(
+    ids,
+    counts,
+    pairs,
+    num_pairs,
+    num_rows,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MARKS: tl.constexpr,
+):
+    """How many pairs of a chunk each expert has; and all rows are marked as padding."""
+    chunk, num_chunks = tl.program_id(0), tl.num_programs(0)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    # what is no pair falls into a bin behind the experts'
+    bins = tl.histogram(tl.load(ids + i, mask=i < num_pairs, other=BLOCK_E), 2 * BLOCK_E)
+    expert = tl.arange(0, 2 * BLOCK_E)
+    tl.store(counts + chunk * E + expert, bins, mask=expert < E)
+    for first in range(chunk * MARKS, num_rows, num_chunks * MARKS):
+        row = first + tl.arange(0, MARKS)
+        tl.store(pairs + row, tl.zeros([MARKS], tl.int32) + num_pairs, mask=row < num_rows)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -52,26 +68,37 @@ def _place_kernel(
     BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    COUNTS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """One program an expert: its pairs, in order, from the first row of its first tile on."""
-    expert = tl.program_id(0)
-    other = tl.arange(0, BLOCK_E)
-    tiles = tl.cdiv(tl.load(counts + other, mask=other < E, other=0), ROWS)
-    begin = tl.sum(tl.where(other < expert, tiles, 0), 0)
-    end = begin + tl.sum(tl.where(other == expert, tiles, 0), 0)
-    row = begin * ROWS
-    if end > begin:
-        for first in range(0, num_pairs, CHUNK):
-            i = first + tl.arange(0, CHUNK)
-            mine = (tl.load(ids + i, mask=i < num_pairs, other=-1) == expert).to(tl.int32)
-            tl.store(pairs + row + tl.cumsum(mine, 0) - 1, i, mask=mine > 0)
-            row += tl.sum(mine, 0)
-    padding = row + tl.arange(0, ROWS)
-    tl.store(pairs + padding, tl.zeros([ROWS], tl.int32) + num_pairs, mask=padding < end * ROWS)
-    for tile in range(begin, end):
-        tl.store(tile_expert + tile, expert)
-    if expert == E - 1:
-        tl.store(num_tiles, end)
+    """One program a chunk: its pairs, behind those of the same expert that come before them."""
+    chunk, num_chunks = tl.program_id(0), tl.num_programs(0)
+    expert = tl.arange(0, BLOCK_E)
+    before = tl.zeros([BLOCK_E], tl.int32)
+    total = tl.zeros([BLOCK_E], tl.int32)
+    for first in range(0, num_chunks, COUNTS):
+        other = first + tl.arange(0, COUNTS)
+        inside = (other < num_chunks)[:, None] & (expert < E)[None, :]
+        found = tl.load(counts + other[:, None] * E + expert[None, :], mask=inside, other=0)
+        total += tl.sum(found, 0)
+        before += tl.sum(tl.where((other < chunk)[:, None], found, 0), 0)
+    tiles = tl.cdiv(total, ROWS)
+    end = tl.cumsum(tiles, 0)
+    start = (end - tiles) * ROWS + before
+
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    mine = tl.load(ids + i, mask=i < num_pairs, other=0)
+    earlier = (mine[None, :] == mine[:, None]) & (i[None, :] < i[:, None])
+    row = tl.gather(start, mine, 0) + tl.sum(earlier.to(tl.int32), 1)
+    tl.store(pairs + row, i, mask=i < num_pairs)
+
+    last = tl.max(end, 0)
+    for first in range(chunk * TILES, last, num_chunks * TILES):
+        tile = first + tl.arange(0, TILES)
+        owner = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
+        tl.store(tile_expert + tile, owner, mask=tile < last)
+    if chunk == 0:
+        tl.store(num_tiles, last)
 
 
 def make_buckets(ids: torch.Tensor, num_experts: int, rows: int) -> Buckets:
@@ -84,12 +111,15 @@ def make_buckets(ids: torch.Tensor, num_experts: int, rows: int) -> Buckets:
     num_pairs = ids.numel()
     # Each expert that has pairs may leave one tile unfilled.
     max_tiles = min(num_pairs, num_pairs // rows + min(num_experts, num_pairs))
+    num_chunks, block = triton.cdiv(num_pairs, CHUNK), triton.next_power_of_2(num_experts)
     counts, expert, num_tiles, pairs = (
         torch.empty(size, dtype=torch.int32, device=ids.device)
-        for size in (num_experts, max_tiles, 1, max_tiles * rows)
+        for size in (num_chunks * num_experts, max_tiles, 1, max_tiles * rows)
     )
-    _count_kernel[(num_experts,)](ids, counts, num_pairs, CHUNK=CHUNK)
-    _place_kernel[(num_experts,)](
+    _count_kernel[(num_chunks,)](
+        ids, counts, pairs, num_pairs, pairs.numel(), E=num_experts, BLOCK_E=block, CHUNK=CHUNK, MARKS=MARKS
+    )
+    _place_kernel[(num_chunks,)](
         ids,
         counts,
         pairs,
@@ -97,8 +127,10 @@ def make_buckets(ids: torch.Tensor, num_experts: int, rows: int) -> Buckets:
         num_tiles,
         num_pairs,
         E=num_experts,
-        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_E=block,
         ROWS=rows,
         CHUNK=CHUNK,
+        COUNTS=COUNTS,
+        TILES=TILES,
     )
     return Buckets(pairs, expert, num_tiles, max_tiles)

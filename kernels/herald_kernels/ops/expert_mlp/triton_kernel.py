@@ -33,12 +33,13 @@ def _grouped_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
 ):
     """Rows of one tile times some columns of its expert's weights.
 
     ``GATED``: ``x`` are hidden states by token, ``weight`` is [E, 2 * N, D], and the gated values go to
     ``out`` row by row of the tiles. Else ``x`` are those rows, ``weight`` is [E, N, D], and the products go
-    to ``out`` pair by pair.
+    to ``out`` pair by pair. ``DESCRIPTOR``: ``weight`` is one, of a matrix of all experts' rows.
     """
     tile = tl.program_id(1)
     if tile >= tl.load(num_tiles):
@@ -52,7 +53,10 @@ def _grouped_kernel(
     inside = n < N
     source = pair // TOP_K if GATED else row
     x_at = x + source.to(tl.int64)[:, None] * x_stride + k[None, :]
-    w_at = weight + expert * (D * N * (2 if GATED else 1)) + n[None, :] * D + k[:, None]
+    PARTS: tl.constexpr = 2 if GATED else 1
+    first_row = (expert * (N * PARTS)).to(tl.int32) + tl.program_id(0) * COLS
+    if not DESCRIPTOR:
+        w_at = weight + expert * (D * N * PARTS) + n[None, :] * D + k[:, None]
     acc = tl.zeros([ROWS, COLS], tl.float32)
     up_acc = acc
     for first in range(0, D, DEPTH):
@@ -64,9 +68,16 @@ def _grouped_kernel(
                 inside[None, :] & (first + k < D)[:, None],
             )
         part = tl.load(x_at + first, mask=x_mask, other=0.0)
-        acc = tl.dot(part, tl.load(w_at + first, mask=w_mask, other=0.0), acc, input_precision="ieee")
+        if DESCRIPTOR:
+            w = weight.load([first_row, first]).T
+        else:
+            w = tl.load(w_at + first, mask=w_mask, other=0.0)
+        acc = tl.dot(part, w, acc, input_precision="ieee")
         if GATED:
-            up = tl.load(w_at + N * D + first, mask=w_mask, other=0.0)
+            if DESCRIPTOR:
+                up = weight.load([first_row + N, first]).T
+            else:
+                up = tl.load(w_at + N * D + first, mask=w_mask, other=0.0)
             up_acc = tl.dot(part, up, up_acc, input_precision="ieee")
     kind = out.dtype.element_ty
     if GATED:
@@ -111,9 +122,13 @@ def _grouped(
     """Launch `_grouped_kernel` for all columns and as many tiles as there can be."""
     columns, depth = out.shape[-1], x.shape[-1]
     cols = min(tile.columns, max(16, triton.next_power_of_2(columns)))
+    steps = min(tile.depth, max(16, triton.next_power_of_2(depth)))
+    described = None
+    if tile.descriptors and columns % cols == 0 and depth % steps == 0:
+        described = tiles.matrix_descriptor(weight.flatten(0, 1), cols, steps)
     _grouped_kernel[(triton.cdiv(columns, cols), buckets.max_tiles)](
         x,
-        weight,
+        weight if described is None else described,
         out,
         buckets.pairs,
         buckets.expert,
@@ -127,7 +142,8 @@ def _grouped(
         GELU=gelu,
         ROWS=tile.rows,
         COLS=cols,
-        DEPTH=min(tile.depth, max(16, triton.next_power_of_2(depth))),
+        DEPTH=steps,
+        DESCRIPTOR=described is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -147,7 +163,9 @@ def expert_mlp(
     gelu = activation == "gelu_tanh"
     num_experts, width, size = down.shape
     num_pairs = num_tokens * top_k
-    gate_tile, down_tile = tiles.expert_tiles(num_pairs / num_experts, hidden.dtype)
+    gate_tile, down_tile = tiles.expert_tiles(
+        num_pairs / num_experts, hidden.dtype, tiles.shared_bytes(hidden.device)
+    )
     buckets = make_buckets(ids, num_experts, gate_tile.rows)
     gated = torch.empty(buckets.pairs.numel(), size, dtype=hidden.dtype, device=hidden.device)
     results = torch.empty(num_pairs, width, dtype=hidden.dtype, device=hidden.device)

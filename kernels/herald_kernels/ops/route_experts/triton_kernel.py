@@ -1,5 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernel of `route_experts`: a program makes the router's product and the choice of a few tokens."""
+"""Triton kernels of `route_experts`: the router's product, then the choice of a few tokens a program.
+
+The product is a kernel of its own: one program that needs all experts' weights for its few tokens reads them
+at the rate of one multiprocessor.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +33,64 @@ def _limit_to_groups(choice, BLOCK: tl.constexpr, E: tl.constexpr, GROUPS: tl.co
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(
+def _logits_kernel(
     hidden,
     weight,
+    logits,
+    num_tokens,
+    hidden_stride,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TURNED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    expert = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    valid, real = token < num_tokens, expert < E
+    acc = tl.zeros([COLS, ROWS] if TURNED else [ROWS, COLS], tl.float32)
+    for first in range(0, D, DEPTH):
+        col = first + tl.arange(0, DEPTH)
+        if D % DEPTH == 0:
+            x_mask, w_mask = valid[:, None], real[:, None]
+        else:
+            x_mask, w_mask = valid[:, None] & (col < D)[None, :], real[:, None] & (col < D)[None, :]
+        x = tl.load(hidden + token[:, None] * hidden_stride + col[None, :], mask=x_mask, other=0.0)
+        w = tl.load(weight + expert[:, None] * D + col[None, :], mask=w_mask, other=0.0)
+        if SPLIT:
+            # A float32 weight is the sum of two 16-bit ones to 2^-17, whose products with 16-bit values are
+            # exact.
+            high = w.to(x.dtype)
+            low = (w - high.to(tl.float32)).to(x.dtype)
+            acc = _product(x, low, acc, TURNED)
+            acc = _product(x, high, acc, TURNED)
+        else:
+            acc = _product(x, w, acc, TURNED)
+    if TURNED:
+        acc = acc.T
+    tl.store(logits + token[:, None] * E + expert[None, :], acc, mask=valid[:, None] & real[None, :])
+
+
+@triton.jit
+def _product(x, w, acc, TURNED: tl.constexpr):
+    if TURNED:
+        acc = tl.dot(w, x.T, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, w.T, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _choose_kernel(
+    logits,
     bias,
     expert_scale,
     ids,
     weights,
     num_tokens,
-    hidden_stride,
     scale,
-    D: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     SOFTMAX: tl.constexpr,
@@ -48,9 +99,7 @@ def _route_kernel(
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     NORMALISE: tl.constexpr,
-    SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -59,27 +108,9 @@ def _route_kernel(
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, BLOCK_E)
     valid, real = token < num_tokens, expert < E
-    logits = tl.zeros([BLOCK, BLOCK_E], tl.float32)
-    for first in range(0, D, BLOCK_D):
-        col = first + tl.arange(0, BLOCK_D)
-        inside = col < D
-        x = tl.load(
-            hidden + token[:, None] * hidden_stride + col[None, :],
-            mask=valid[:, None] & inside[None, :],
-            other=0.0,
-        )
-        w = tl.load(
-            weight + expert[None, :] * D + col[:, None], mask=real[None, :] & inside[:, None], other=0.0
-        )
-        if SPLIT:
-            # A float32 weight is the sum of two 16-bit ones to 2^-17, whose products with 16-bit values are
-            # exact.
-            high = w.to(x.dtype)
-            low = (w - high.to(tl.float32)).to(x.dtype)
-            logits = tl.dot(x, low, logits)
-            logits = tl.dot(x, high, logits)
-        else:
-            logits = tl.dot(x, w, logits, input_precision="ieee")
+    logits = tl.load(
+        logits + token[:, None] * E + expert[None, :], mask=valid[:, None] & real[None, :], other=0.0
+    )
 
     if SOFTMAX:
         logits = tl.where(real[None, :], logits, float("-inf"))
@@ -142,18 +173,34 @@ def route_experts(
     if not num_tokens:
         return ids, weights
     split = weight.dtype != hidden.dtype
-    tile = tiles.ROUTE_EXACT if hidden.dtype == torch.float32 else tiles.ROUTE
-    _route_kernel[(triton.cdiv(num_tokens, tile.rows),)](
+    tile = tiles.router_tiles(num_tokens, hidden.dtype)
+    logits = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=hidden.device)
+    columns = min(tile.columns, block_e)
+    _logits_kernel[(triton.cdiv(num_tokens, tile.rows), triton.cdiv(num_experts, columns))](
         hidden,
         weight,
+        logits,
+        num_tokens,
+        hidden.stride(0),
+        D=width,
+        E=num_experts,
+        SPLIT=split,
+        ROWS=tile.rows,
+        COLS=columns,
+        DEPTH=tile.depth,
+        TURNED=tiles.ROUTE_TURNED,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    block = tiles.CHOOSE.size
+    _choose_kernel[(triton.cdiv(num_tokens, block),)](
+        logits,
         weight if bias is None else bias,
         weight if expert_scale is None else expert_scale,
         ids,
         weights,
         num_tokens,
-        hidden.stride(0),
         scale,
-        D=width,
         E=num_experts,
         TOP_K=top_k,
         SOFTMAX=score == "softmax",
@@ -162,12 +209,9 @@ def route_experts(
         GROUPS=num_groups,
         TOP_GROUPS=min(top_groups, num_groups),
         NORMALISE=normalise,
-        SPLIT=split,
-        BLOCK=tile.rows,
-        BLOCK_D=tile.depth,
+        BLOCK=block,
         BLOCK_E=block_e,
         BLOCK_K=max(2, triton.next_power_of_2(top_k)),
-        num_warps=tile.num_warps,
-        num_stages=2 if split else tile.num_stages,
+        num_warps=tiles.CHOOSE.num_warps,
     )
     return ids, weights
