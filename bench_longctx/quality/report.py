@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from bench_longctx import machine
-from bench_longctx.quality.cells import Settings
+from bench_longctx.quality.cells import Job, Settings
 from bench_longctx.quality.statistics import paired_means, paired_shares
 from herald.errors import UsageError
 
@@ -32,7 +32,7 @@ class Report:
         self.settings = settings
         self.path = path
         self.jobs = jobs
-        self.cells: Cells = {} if path is None or not path.exists() else _read(path, settings)
+        self.cells: Cells = {} if path is None or not path.exists() else _cells_of(path, settings)
 
     def add(self, key: str, cell: dict[str, Any]) -> None:
         """Take a finished cell, and write the file anew."""
@@ -52,14 +52,24 @@ class Report:
             os.replace(part, self.path)
 
 
-def _read(path: Path, settings: Settings) -> Cells:
+def load(path: Path) -> tuple[dict[str, Any], Cells]:
+    """Settings and cells of a report's file.
+
+    Raises:
+        UsageError: the file is not there, or is something else.
+    """
     try:
         report = json.loads(path.read_text("utf-8"))
-        found, cells = report["settings"], report["cells"]
+        settings, cells = dict(report["settings"]), dict(report["cells"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{path} is no report of this suite ({error!r})", "name another --json file"
+            f"{path} is no report of this suite ({error!r})", "name a file that --json wrote"
         ) from error
+    return settings, cells
+
+
+def _cells_of(path: Path, settings: Settings) -> Cells:
+    found, cells = load(path)
     wanted = json.loads(json.dumps(asdict(settings)))
     # tasks and batch may change: documents do not depend on them
     for name in wanted.keys() - {"tasks", "batch"}:
@@ -68,7 +78,25 @@ def _read(path: Path, settings: Settings) -> Cells:
                 f"{path} was made with {name}={found.get(name)!r}, not {wanted[name]!r}",
                 "name another --json file",
             )
-    return dict(cells)
+    return cells
+
+
+def repeated(path: Path) -> tuple[Settings, dict[Job, list[str]]]:
+    """What a report holds, to be run once more: its settings, and each job's tasks.
+
+    Raises:
+        UsageError: the file is not there, or is something else.
+    """
+    found, cells = load(path)
+    try:
+        settings = Settings(**{**found, "tasks": tuple(found["tasks"])})
+        jobs: dict[Job, list[str]] = {}
+        for cell in cells.values():
+            job = Job(**{field.name: cell[field.name] for field in fields(Job)})
+            jobs.setdefault(job, []).append(cell["task"])
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{path} is of another version ({error!r})", "name a report of this one") from error
+    return settings, jobs
 
 
 def dense_of(cell: dict[str, Any], cells: Cells) -> dict[str, Any] | None:
@@ -99,11 +127,25 @@ def difference_of(cell: dict[str, Any], cells: Cells) -> dict[str, Any]:
     }
 
 
+def is_clear(cell: dict[str, Any], cells: Cells) -> bool:
+    """Whether the 95% interval of the difference in score against dense leaves 0 out; False without dense.
+
+    Where documents are right or wrong it is Newcombe's, which has a width also where few differ; where they
+    get a part of the score, the bootstrap's.
+    """
+    dense = dense_of(cell, cells)
+    difference = difference_of(cell, cells).get("difference")
+    if dense is None or difference is None:
+        return False
+    kind = "right" if {*cell["scores"], *dense["scores"]} <= {0.0, 1.0} else "score"
+    return bool(difference[f"{kind}_low"] > 0 or difference[f"{kind}_high"] < 0)
+
+
 def table(cells: Cells, tasks: list[str]) -> str:
     """Markdown, one table a length: a row for each method and budget, a column for each task.
 
     A task's entry is its mean score in points, then the difference against dense in brackets, with a star
-    where the 95% interval of the documents that are right leaves 0 out (Newcombe).
+    where `is_clear`. Costs are a block's, means over all tasks by their blocks.
     """
     blocks = []
     for length in sorted({cell["length"] for cell in cells.values()}):
@@ -112,7 +154,8 @@ def table(cells: Cells, tasks: list[str]) -> str:
         for cell in here:
             rows.setdefault(_row_name(cell), {})[cell["task"]] = cell
         columns = [task for task in tasks if any(task in row for row in rows.values())]
-        head = ["method", "KV", *(Path(task).stem for task in columns), "steps", "select ms", "MB", "exposed"]
+        costs = ["steps", "forwards", "select ms", "MB", "exposed"]
+        head = ["method", "KV", *(Path(task).stem for task in columns), *costs]
         lines = [f"### {length}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
         for name in sorted(rows, key=lambda name: (name[0] != "dense", name)):
             row = rows[name]
@@ -138,12 +181,11 @@ def _entry(cell: dict[str, Any] | None, cells: Cells) -> str:
     difference = difference_of(cell, cells).get("difference")
     if difference is None:
         return text
-    clear = difference["right_low"] > 0 or difference["right_high"] < 0
-    return f"{text} ({difference['score']:+.1f}{'*' if clear else ''})"
+    return f"{text} ({difference['score']:+.1f}{'*' if is_clear(cell, cells) else ''})"
 
 
 def _costs(row: list[dict[str, Any]]) -> list[str]:
-    """Steps, CPU selection milliseconds and MB moved a block, and the exposed share; means by blocks."""
+    """Steps, forwards, selection milliseconds and MB moved a block, and the exposed share; means by blocks."""
     blocks = sum(cell["cost"]["blocks"] for cell in row)
 
     def mean(name: str) -> float:
@@ -151,6 +193,7 @@ def _costs(row: list[dict[str, Any]]) -> list[str]:
 
     return [
         f"{mean('steps_per_block'):.2f}",
+        f"{mean('forwards_per_block'):.2f}",
         f"{1e3 * mean('selection_seconds_per_block'):.2f}",
         f"{mean('bytes_moved_per_block') / 1e6:.2f}",
         f"{mean('exposed_share'):.0%}",

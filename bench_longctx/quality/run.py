@@ -4,10 +4,12 @@
     python -m bench_longctx.quality.run --methods dense lookahead_1 centre --budgets 0.05 --tasks keys values
     python -m bench_longctx.quality.run --model /data/sdar-8b --tasks ruler --lengths 16384 --jobs 1 --json
     out.json
+    python -m bench_longctx.quality.run --repeat bench_longctx/results/quality_methods.json --jobs 15
 
 `dense` runs once a length, every other method at every budget; all see the same documents. Finished cells are
 kept in the JSON file, and a run with the same settings goes on with them. With ``--jobs N`` engines run in N
-processes side by side, which is for scores: times are then not a machine's to itself.
+processes side by side, which is for scores: times are then not a machine's to itself. ``--repeat`` takes
+settings and cells of a report that is there.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 
 from bench_longctx.quality import cases, cells, methods
 from bench_longctx.quality.cells import Job, Settings
-from bench_longctx.quality.report import Report, table
+from bench_longctx.quality.report import Report, repeated, table
 from herald.errors import HeraldError, UsageError
 from herald.hardware import usable_cores
 
@@ -62,6 +64,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--min-resident-rows", type=int, default=1, help="floor of the resident set")
     add("--threads", type=int, default=0, help="CPU threads of a process, 0 for its share of the cores")
     add("--jobs", type=int, default=1, help="engines side by side, in processes of their own")
+    add("--repeat", type=Path, help="run that report's cells anew; only --threads, --jobs, --json beside it")
     add("--json", type=Path, help="keep the cells there, with versions and machine")
     return parser.parse_args(argv)
 
@@ -109,10 +112,42 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     return list(dict.fromkeys(jobs))
 
 
-def unfinished(jobs: Sequence[Job], tasks: Sequence[str], report: Report) -> list[Task]:
+def asked_of(args: argparse.Namespace) -> tuple[Settings, list[Task]]:
+    """Settings and all jobs with their tasks, of the options or of the report to repeat."""
+    if args.repeat is None:
+        settings, jobs = settings_of(args), jobs_of(args)
+        cells.check(settings, jobs)
+        return settings, [(job, cells.task_names(settings)) for job in jobs]
+    usual = vars(parse([]))
+    for name in usual.keys() - {"repeat", "threads", "jobs", "json"}:
+        if getattr(args, name) != usual[name]:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} is not valid with --repeat", f"leave --{option} or --repeat out")
+    settings, found = repeated(args.repeat)
+    cells.check(settings, list(found))
+    return settings, list(found.items())
+
+
+def unfinished(asked: Sequence[Task], report: Report) -> list[Task]:
     """Jobs with the tasks whose cells the report does not hold yet."""
-    left = [(job, [task for task in tasks if job.key(task) not in report.cells]) for job in jobs]
+    left = [(job, [task for task in tasks if job.key(task) not in report.cells]) for job, tasks in asked]
     return [(job, missing) for job, missing in left if missing]
+
+
+def spread(todo: Sequence[Task], width: int) -> list[Task]:
+    """The same cells for ``width`` processes: two pieces or more for each where tasks allow it, the long ones
+    first. A job that is left whole may run for as long as all others together."""
+
+    def rows(piece: Task) -> int:
+        return piece[0].length * len(piece[1])
+
+    pieces = list(todo)
+    while len(pieces) < 2 * width and any(len(tasks) > 1 for _, tasks in pieces):
+        largest = max((piece for piece in pieces if len(piece[1]) > 1), key=rows)
+        pieces.remove(largest)
+        job, tasks = largest
+        pieces += [(job, tasks[: len(tasks) // 2]), (job, tasks[len(tasks) // 2 :])]
+    return sorted(pieces, key=rows, reverse=True)
 
 
 def run_here(todo: Sequence[Task], report: Report, threads: int) -> None:
@@ -123,10 +158,10 @@ def run_here(todo: Sequence[Task], report: Report, threads: int) -> None:
 
 
 def run_side_by_side(todo: Sequence[Task], report: Report, threads: int, width: int) -> int:
-    """Run jobs in ``width`` processes, one a job.
+    """Run pieces of jobs in ``width`` processes, one a piece.
 
     Returns:
-        Jobs that failed. Each is reported; the others go on.
+        Pieces that failed. Each is reported; the others go on.
     """
     context = multiprocessing.get_context("spawn")
     arrivals: Any = context.Queue()
@@ -186,19 +221,19 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("--count", args.count), ("--jobs", args.jobs), ("--batch", args.batch)):
         if value < 1:
             raise UsageError(f"{name} {value} is not valid", "use 1 or more")
-    settings, jobs = settings_of(args), jobs_of(args)
-    cells.check(settings, jobs)
-    tasks = cells.task_names(settings)
+    settings, asked = asked_of(args)
     report = Report(settings, args.json, args.jobs)
-    todo = unfinished(jobs, tasks, report)
+    todo = unfinished(asked, report)
     threads = cells.threads_for(args.jobs, args.threads, usable_cores())
     failed = 0
     if args.jobs == 1:
         run_here(todo, report, threads)
     else:
-        failed = run_side_by_side(todo, report, threads, args.jobs)
-    asked = {job.key(task) for job in jobs for task in tasks}
-    print(table({key: cell for key, cell in report.cells.items() if key in asked}, tasks))
+        failed = run_side_by_side(spread(todo, args.jobs), report, threads, args.jobs)
+    keys = {job.key(task) for job, tasks in asked for task in tasks}
+    print(
+        table({key: cell for key, cell in report.cells.items() if key in keys}, cells.task_names(settings))
+    )
     return 1 if failed else 0
 
 

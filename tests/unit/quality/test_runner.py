@@ -25,6 +25,7 @@ def fake_cell(job: Job, task: str, scores: list[float]) -> dict[str, Any]:
     cost = {
         "blocks": 10,
         "steps_per_block": 2.0,
+        "forwards_per_block": 2.5,
         "selection_seconds_per_block": 0.001,
         "bytes_moved_per_block": 2e6,
         "exposed_share": 0.25,
@@ -90,7 +91,7 @@ def test_resume_runs_only_what_is_missing(ran: list[str], tmp_path: Path, capsys
     cell = report["cells"]["centre 0.1 2048 8 max 0 keys"]
     assert cell["difference"]["score"] == -60 and cell["difference"]["right_high"] < 0
     out = capsys.readouterr().out
-    assert "| dense | 100% | 100.0 | 100.0 | 2.00 | 1.00 | 2.00 | 25% |" in out
+    assert "| dense | 100% | 100.0 | 100.0 | 2.00 | 2.50 | 1.00 | 2.00 | 25% |" in out
     assert "| centre 8-bit max | 10% | 40.0 (-60.0*) |" in out
 
 
@@ -103,6 +104,66 @@ def test_a_report_of_other_settings_is_refused(ran: list[str], tmp_path: Path):
     path.write_text("{}")
     with pytest.raises(UsageError, match="is no report of this suite"):
         run.run(run.parse([*given, "--count", "10"]))
+
+
+def test_a_star_is_of_the_difference_that_is_printed():
+    """Parts of a score that are lost clearly, though no document was ever right, or ever wrong."""
+    dense, sparse = Job("dense", 1.0, 2048), Job("centre", 0.1, 2048)
+    full = fake_cell(dense, "pairs", [0.5] * 10)
+
+    def entry(dense_cell: dict[str, Any], scores: list[float]) -> str:
+        cell = fake_cell(sparse, "pairs", scores)
+        return table({"a": dense_cell, "b": cell}, ["pairs"]).splitlines()[-1].split("|")[3].strip()
+
+    assert entry(full, [0.25] * 10) == "25.0 (-25.0*)"
+    assert entry(full, [0.25, 0.75] * 5) == "50.0 (+0.0)"
+    # right or wrong: 2 of 10 lost, and none won, is within chance, though the bootstrap's interval ends at 0
+    right = fake_cell(dense, "pairs", [1.0] * 10)
+    assert entry(right, [0.0] * 2 + [1.0] * 8) == "80.0 (-20.0)"
+    assert entry(right, [0.0] * 7 + [1.0] * 3) == "30.0 (-70.0*)"
+
+
+def test_repeat_runs_the_cells_of_a_report(ran: list[str], tmp_path: Path):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    given = ["--device", "cpu", "--count", "10", "--json", str(first)]
+    dense = ["--methods", "dense", "--tasks", "keys", "needle", "--lengths", "2048"]
+    sparse = ["--methods", "centre", "--tasks", "needle", "--lengths", "2048", "--budgets", "0.1"]
+    assert run.run(run.parse([*given, *dense])) == run.run(run.parse([*given, *sparse])) == 0
+    wanted = ran.copy()
+    ran.clear()
+    assert run.run(run.parse(["--repeat", str(first), "--json", str(second)])) == 0
+    assert ran == wanted and len(ran) == 3
+    one, two = (json.loads(path.read_text()) for path in (first, second))
+    assert one["settings"]["count"] == two["settings"]["count"] == 10
+    assert one["cells"] == two["cells"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--count", "10"], "--count is not valid with --repeat; leave --count or --repeat out"),
+        (["--index-bits", "4"], "--index-bits is not valid with --repeat"),
+        ([], "is of another version"),
+    ],
+)
+def test_repeat_refuses_what_it_would_not_look_at(more: list[str], said: str, tmp_path: Path):
+    path = tmp_path / "first.json"
+    path.write_text('{"settings": {}, "cells": {}}')
+    with pytest.raises(UsageError, match=said):
+        run.run(run.parse(["--repeat", str(path), *more]))
+
+
+@pytest.mark.parametrize("width", [2, 3, 15])
+def test_pieces_are_the_same_cells(width: int):
+    tasks = [str(number) for number in range(8)]
+    todo = [(Job("dense", 1.0, length), tasks) for length in (8192, 16384, 32768)]
+    pieces = run.spread(todo, width)
+    cut = [(job, task) for job, part in pieces for task in part]
+    assert sorted(map(str, cut)) == sorted(str((job, task)) for job, whole in todo for task in whole)
+    assert len(pieces) == min(2 * width, 24)
+    sizes = [job.length * len(part) for job, part in pieces]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) <= max(32768, 2 * sum(sizes) / width)
 
 
 def test_difference_needs_a_dense_cell():

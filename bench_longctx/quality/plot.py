@@ -1,0 +1,109 @@
+"""Scores by task and method, at one length and budget, as a picture.
+
+    python -m bench_longctx.quality.plot bench_longctx/results/quality_methods.json --out scores.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_longctx.quality import methods
+from bench_longctx.quality.report import Cells, load
+from herald.errors import UsageError
+
+_LABELS = {
+    "dense": "full KV",
+    "lookahead_hold": "look-ahead, both rules (default)",
+    "lookahead_1": "look-ahead alone",
+    "own_step0": "own queries at the boundary",
+    "previous_block": "queries of the block before",
+    "page_bounds": "page bounds",
+    "centre": "centre query, 1.75 x the rows",
+}
+# Full KV is what the others are held against.
+_FULL = "0.6"
+
+
+def series_of(cells: Cells, length: int, budget: float) -> dict[str, dict[str, float]]:
+    """{label of a method: {task: score in percent}} at a length and a budget, `dense` first.
+
+    Methods come in the order of the labels above, then by name. Index bits and operator are named where a
+    method has several.
+
+    Raises:
+        UsageError: there are no such cells; names what is there.
+    """
+    there = [
+        cell
+        for cell in cells.values()
+        if cell["length"] == length and (cell["method"] == "dense" or cell["budget"] == budget)
+    ]
+    if all(cell["method"] == "dense" for cell in there):
+        sets = {(c["length"], c["budget"]) for c in cells.values() if c["method"] != "dense"}
+        raise UsageError(
+            f"no method was run at --length {length} --budget {budget}",
+            "use one of " + ", ".join(f"--length {n} --budget {share}" for n, share in sorted(sets)),
+        )
+    order = [*_LABELS, *methods.NAMES]
+    variants: dict[str, set[str]] = {}
+    for cell in there:
+        variants.setdefault(cell["method"], set()).add(_variant(cell))
+    found: dict[str, dict[str, float]] = {}
+    for cell in sorted(there, key=lambda cell: (order.index(cell["method"]), -cell["index_bits"])):
+        label = _LABELS.get(cell["method"], cell["method"])
+        if len(variants[cell["method"]]) > 1:
+            label += f", {_variant(cell)}"
+        found.setdefault(label, {})[cell["task"]] = 100 * cell["score"]
+    return found
+
+
+def _variant(cell: dict[str, Any]) -> str:
+    step = f", step {cell['lookahead_step']}" if cell["method"] == "lookahead_k" else ""
+    return f"{cell['index_bits']}-bit, {cell['operator']}{step}"
+
+
+def save_plot(cells: Cells, tasks: Sequence[str], length: int, budget: float, path: Path) -> None:
+    """Write a group of bars a task, one bar a method, into ``path``; its folder is made."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    series = series_of(cells, length, budget)
+    shown = [task for task in tasks if any(task in scores for scores in series.values())]
+    width = 0.85 / len(series)
+    figure, axes = pyplot.subplots(figsize=(9.5, 3.8), layout="constrained")
+    for number, (label, scores) in enumerate(series.items()):
+        colour = _FULL if number == 0 and label == _LABELS["dense"] else f"C{number - 1}"
+        at = [place + width * (number - (len(series) - 1) / 2) for place in range(len(shown))]
+        axes.bar(at, [scores.get(task, 0.0) for task in shown], width, label=label, color=colour)
+    axes.set(ylabel="score, %", ylim=(0, 101), xticks=range(len(shown)))
+    axes.set_xticklabels([Path(task).stem for task in shown])
+    axes.grid(alpha=0.3, axis="y")
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("report", type=Path, help="JSON of bench_longctx.quality.run")
+    parser.add_argument("--out", type=Path, required=True, help="the picture, .png or .svg")
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--budget", type=float, default=0.05)
+    args = parser.parse_args(argv)
+    try:
+        settings, cells = load(args.report)
+        save_plot(cells, settings["tasks"], args.length, args.budget, args.out)
+    except UsageError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The picture of scores, and the report of methods that it is made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench_longctx.quality import plot
+from bench_longctx.quality.report import difference_of, load, repeated
+from herald.errors import UsageError
+
+MEASURED = Path(__file__).parents[3] / "bench_longctx" / "results" / "quality_methods.json"
+
+
+def test_the_measured_cells_hold_together():
+    """Scores are means over documents that `dense` saw too, and differences those of the scores."""
+    settings, cells = load(MEASURED)
+    assert len(cells) >= 136
+    for key, cell in cells.items():
+        assert len(cell["scores"]) == cell["of"] == settings["count"], key
+        assert cell["score"] == pytest.approx(sum(cell["scores"]) / cell["of"], abs=1e-5)
+        expected = difference_of(cell, cells).get("difference")
+        assert expected is None if cell["method"] == "dense" else expected is not None, key
+        if expected is not None:
+            assert cell["difference"] == pytest.approx(expected, abs=1e-3), key
+    _, jobs = repeated(MEASURED)
+    assert {job.key(task) for job, tasks in jobs.items() for task in tasks} == set(cells)
+
+
+def test_series_are_the_scores_of_one_length_and_budget():
+    settings, cells = load(MEASURED)
+    series = plot.series_of(cells, 8192, 0.05)
+    assert next(iter(series)) == "full KV" and len(series) >= 7
+    assert all(set(scores) == set(settings["tasks"]) for scores in series.values())
+    cell = cells["lookahead_hold 0.05 8192 8 max 0 chain"]
+    assert series["look-ahead, both rules (default)"]["chain"] == 100 * cell["score"]
+    # the same method with another index is a bar of its own
+    more = {**cells, "more": {**cell, "index_bits": 4, "score": 0.5}}
+    again = plot.series_of(more, 8192, 0.05)
+    assert again["look-ahead, both rules (default), 4-bit, max"] == {"chain": 50.0}
+    assert (
+        again["look-ahead, both rules (default), 8-bit, max"] == series["look-ahead, both rules (default)"]
+    )
+    with pytest.raises(UsageError, match=r"--length 8192 --budget 0.3; use one of --length 8192 --budget 0.05"):
+        plot.series_of(cells, 8192, 0.3)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = tmp_path / "new" / "scores.png"
+    plot.main([str(MEASURED), "--out", str(path), "--length", "16384"])
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 150_000
+    with pytest.raises(SystemExit, match="is no report of this suite"):
+        plot.main([str(tmp_path), "--out", str(path)])
