@@ -1,6 +1,6 @@
 """Scores by task and method, at one length and budget, as a picture.
 
-    python -m bench_longctx.quality.plot bench_longctx/results/quality_methods.json --out scores.png
+python -m bench_longctx.quality.plot bench_longctx/results/quality_methods.json --out scores.png
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def _entry(cell: dict[str, Any] | None, cells: Cells) -> str:
 
 
 def _costs(row: list[dict[str, Any]]) -> list[str]:
-    """Steps, forwards, selection milliseconds and MB moved a block, and the exposed share; means by blocks."""
+    """Steps, forwards, milliseconds of selection and MB moved a block, the exposed share: means by blocks."""
     blocks = sum(cell["cost"]["blocks"] for cell in row)
 
     def mean(name: str) -> float:

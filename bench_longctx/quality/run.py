@@ -231,9 +231,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         failed = run_side_by_side(spread(todo, args.jobs), report, threads, args.jobs)
     keys = {job.key(task) for job, tasks in asked for task in tasks}
-    print(
-        table({key: cell for key, cell in report.cells.items() if key in keys}, cells.task_names(settings))
-    )
+    print(table({key: cell for key, cell in report.cells.items() if key in keys}, cells.task_names(settings)))
     return 1 if failed else 0
 
 

@@ -39,10 +39,10 @@ def test_series_are_the_scores_of_one_length_and_budget():
     more = {**cells, "more": {**cell, "index_bits": 4, "score": 0.5}}
     again = plot.series_of(more, 8192, 0.05)
     assert again["look-ahead, both rules (default), 4-bit, max"] == {"chain": 50.0}
-    assert (
-        again["look-ahead, both rules (default), 8-bit, max"] == series["look-ahead, both rules (default)"]
-    )
-    with pytest.raises(UsageError, match=r"--length 8192 --budget 0.3; use one of --length 8192 --budget 0.05"):
+    assert again["look-ahead, both rules (default), 8-bit, max"] == series["look-ahead, both rules (default)"]
+    with pytest.raises(
+        UsageError, match=r"--length 8192 --budget 0.3; use one of --length 8192 --budget 0.05"
+    ):
         plot.series_of(cells, 8192, 0.3)
 
 
