@@ -82,11 +82,10 @@ ROTATE_TOKENS = 640
 # Tokens up to which the router's product works so; the last beyond.
 ROUTE = (
     (640.0, ProductTiles(16, 32, 128, 4, 3)),
-    (float("inf"), ProductTiles(64, 32, 64, 4, 4)),
+    (float("inf"), ProductTiles(32, 64, 64, 4, 3)),
 )
 ROUTE_EXACT = ProductTiles(16, 64, 16, 8, 1)  # float32
 CHOOSE = Strip(1, 1)
-ROUTE_TURNED = False
 COMBINE = Strip(1024, 4)
 # Pairs an expert has on average, up to which (gate and up, down) work so; the last beyond. With few rows it
 # counts how many bytes of weights are in flight, with many how often a byte that was read is used.

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Pairs of a program; each is compared with each.
-CHUNK = 256
+# Pairs of a program, each compared with each; of few pairs a program takes fewer.
+CHUNK, SMALL_CHUNK, FEW_PAIRS = 256, 64, 2048
 # Chunks whose counts are read at once, tiles whose experts are found at once, rows that are marked at once.
 COUNTS, TILES, MARKS = 32, 32, 1024
 
@@ -56,7 +56,7 @@ def _count_kernel(
         tl.store(pairs + row, tl.zeros([MARKS], tl.int32) + num_pairs, mask=row < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
 def _place_kernel(
     ids,
     counts,
@@ -64,6 +64,7 @@ def _place_kernel(
     tile_expert,
     num_tiles,
     num_pairs,
+    num_chunks,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr,
@@ -71,8 +72,11 @@ def _place_kernel(
     COUNTS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One program a chunk: its pairs, behind those of the same expert that come before them."""
-    chunk, num_chunks = tl.program_id(0), tl.num_programs(0)
+    """A chunk's pairs, behind those of the same expert that come before them; and the experts of some tiles.
+
+    There may be more programs than chunks, for the tiles.
+    """
+    chunk = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     before = tl.zeros([BLOCK_E], tl.int32)
     total = tl.zeros([BLOCK_E], tl.int32)
@@ -93,7 +97,7 @@ def _place_kernel(
     tl.store(pairs + row, i, mask=i < num_pairs)
 
     last = tl.max(end, 0)
-    for first in range(chunk * TILES, last, num_chunks * TILES):
+    for first in range(chunk * TILES, last, tl.num_programs(0) * TILES):
         tile = first + tl.arange(0, TILES)
         owner = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
         tl.store(tile_expert + tile, owner, mask=tile < last)
@@ -111,26 +115,28 @@ def make_buckets(ids: torch.Tensor, num_experts: int, rows: int) -> Buckets:
     num_pairs = ids.numel()
     # Each expert that has pairs may leave one tile unfilled.
     max_tiles = min(num_pairs, num_pairs // rows + min(num_experts, num_pairs))
-    num_chunks, block = triton.cdiv(num_pairs, CHUNK), triton.next_power_of_2(num_experts)
+    chunk = CHUNK if num_pairs > FEW_PAIRS else SMALL_CHUNK
+    num_chunks, block = triton.cdiv(num_pairs, chunk), triton.next_power_of_2(num_experts)
     counts, expert, num_tiles, pairs = (
         torch.empty(size, dtype=torch.int32, device=ids.device)
         for size in (num_chunks * num_experts, max_tiles, 1, max_tiles * rows)
     )
     _count_kernel[(num_chunks,)](
-        ids, counts, pairs, num_pairs, pairs.numel(), E=num_experts, BLOCK_E=block, CHUNK=CHUNK, MARKS=MARKS
+        ids, counts, pairs, num_pairs, pairs.numel(), E=num_experts, BLOCK_E=block, CHUNK=chunk, MARKS=MARKS
     )
-    _place_kernel[(num_chunks,)](
+    _place_kernel[(max(num_chunks, triton.cdiv(max_tiles, TILES)),)](
         ids,
         counts,
         pairs,
         expert,
         num_tiles,
         num_pairs,
+        num_chunks,
         E=num_experts,
         BLOCK_E=block,
         ROWS=rows,
-        CHUNK=CHUNK,
-        COUNTS=COUNTS,
+        CHUNK=chunk,
+        COUNTS=min(COUNTS, triton.next_power_of_2(num_chunks)),
         TILES=TILES,
     )
     return Buckets(pairs, expert, num_tiles, max_tiles)

@@ -47,6 +47,8 @@ def _logits_kernel(
     DEPTH: tl.constexpr,
     TURNED: tl.constexpr,
 ):
+    """Router logits of a tile. ``TURNED``: weights are the left operand, which may come from registers: where
+    float32 weights are split, their halves need not go back to shared memory."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.program_id(1) * COLS + tl.arange(0, COLS)
     valid, real = token < num_tokens, expert < E
@@ -188,7 +190,7 @@ def route_experts(
         ROWS=tile.rows,
         COLS=columns,
         DEPTH=tile.depth,
-        TURNED=tiles.ROUTE_TURNED,
+        TURNED=columns >= 64,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
