@@ -13,6 +13,7 @@ the Triton kernels in their interpreter, and the times mean nothing.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -29,10 +30,9 @@ if TYPE_CHECKING:
     from herald.models.config import ModelConfig
     from herald_kernels.ops.tiles import ProductTiles
 
-    Pair = tuple[ProductTiles, ProductTiles]
 
-TOKENS, TINY_TOKENS = (32, 64, 128, 256, 640, 1280, 2560, 4096), (2, 8)
-TUNED_TOKENS = (32, 256, 640, 1280, 4096)
+TOKENS, TINY_TOKENS = (32, 64, 128, 256, 640, 1280, 2304, 4096), (2, 8)
+TUNED_TOKENS = (32, 256, 640, 1280, 2304, 4096)
 SHARED_BYTES = 227 << 10
 
 
@@ -145,58 +145,54 @@ def figures(layer: Layer, all_tokens: tuple[int, ...], limits: Limits) -> Iterat
         yield figure("experts", "expert_mlp", label, seconds, *layer.cost(ids), limits)
 
 
-def variants(gated: bool, rows: int | None) -> Iterator[ProductTiles]:
-    """Tiles that fit into a multiprocessor; of the rows of the other product where these are given."""
-    from herald_kernels.ops.tiles import ProductTiles
+def variants(gated: bool) -> Iterator[ProductTiles]:
+    """Tiles of the product of gate and up, or of down, that fit into a multiprocessor."""
+    from herald_kernels.ops.tiles import ProductTiles, product_bytes
 
-    for height in (16, 32, 64, 128) if rows is None else (rows,):
-        for columns in (32, 64, 128) if gated else (64, 128, 256):
-            for depth in (64, 128):
-                for stages in (3, 5):
-                    warps = 8 if height * columns >= 128 * 128 else 4
-                    bytes_each = (height + columns * (2 if gated else 1)) * depth * 2
-                    if bytes_each * stages <= SHARED_BYTES:
-                        yield ProductTiles(height, columns, depth, warps, stages)
+    shapes = itertools.product((16, 32, 64, 128), (32, 64, 128) if gated else (64, 128, 256))
+    steps = ((64, 3), (64, 4), (128, 3))
+    for (rows, columns), (depth, stages), described in itertools.product(shapes, steps, (False, True)):
+        large = rows * columns * (2 if gated else 1) >= 128 * 128
+        tile = ProductTiles(rows, columns, depth, 8 if large else 4, stages, described)
+        if product_bytes(tile, 2 if gated else 1) <= SHARED_BYTES:
+            yield tile
 
 
-def seconds_with(layer: Layer, choice: tuple[torch.Tensor, torch.Tensor], pair: Pair) -> float:
-    """Seconds of `expert_mlp` with these tiles of (gate and up, down)."""
+def product_seconds(layer: Layer, ids: torch.Tensor, gated: bool, tile: ProductTiles) -> float:
+    """Seconds of one of the two products alone."""
+    import torch
+
     from bench_longctx.kernels.timing import seconds_each
-    from herald_kernels.ops import tiles
+    from herald_kernels.ops.expert_mlp import triton_kernel
+    from herald_kernels.ops.expert_mlp.buckets import make_buckets
 
-    before = tiles.expert_tiles
-    tiles.expert_tiles = lambda pairs, dtype: pair  # type: ignore[assignment]
-    try:
-        return seconds_each([partial(layer.run, *choice)] * 4, repeats=8)
-    finally:
-        tiles.expert_tiles = before
+    buckets = make_buckets(ids, layer.moe.num_experts, tile.rows)
+    inner = layer.hidden.new_zeros(buckets.pairs.numel(), layer.moe.intermediate_size)
+    results = layer.hidden.new_zeros(ids.numel(), layer.hidden.shape[1])
+    x, weight, out = (layer.hidden, layer.gate_up, inner) if gated else (inner, layer.down, results)
+    product = partial(triton_kernel._grouped, x, weight, out, buckets, ids.numel(), ids.shape[1], gated)
+    with torch.no_grad():
+        return seconds_each([partial(product, False, tile)] * 4, repeats=8)
 
 
 def tune(layer: Layer, all_tokens: tuple[int, ...], limit: int) -> list[dict[str, Any]]:
-    """Every variant's time: of the tiles of gate and up, then of those of down with the best of them."""
-    from herald_kernels.ops.tiles import expert_tiles
-
+    """Every variant's time, and for each number of tokens the best pair with as many rows."""
     found = []
     for tokens in all_tokens:
         layer.set_tokens(tokens)
-        choice = layer.route()
-        now = expert_tiles(choice[0].numel() / layer.moe.num_experts, layer.hidden.dtype)
-        times = {now: seconds_with(layer, choice, now)}
-        for tile in list(variants(True, None))[:limit]:
-            pair = tile, replace(now[1], rows=tile.rows)
-            times[pair] = seconds_with(layer, choice, pair)
-        gate = min(times, key=lambda pair: times[pair])[0]
-        for tile in list(variants(False, gate.rows))[:limit]:
-            times[gate, tile] = seconds_with(layer, choice, (gate, tile))
-        best = min(times, key=lambda pair: times[pair])
-        print(
-            f"{tokens} tokens: {times[now] * 1e6:.1f} us now, {times[best] * 1e6:.1f} us with {best}",
-            flush=True,
-        )
-        found += [
-            {"tokens": tokens, "gate_up": asdict(pair[0]), "down": asdict(pair[1]), "seconds": seconds}
-            for pair, seconds in times.items()
-        ]
+        ids, _ = layer.route()
+        best: dict[tuple[bool, int], tuple[float, ProductTiles]] = {}
+        for gated in (True, False):
+            for tile in list(variants(gated))[:limit]:
+                seconds = product_seconds(layer, ids, gated, tile)
+                name = "gate_up" if gated else "down"
+                found.append({"tokens": tokens, "product": name, "tile": asdict(tile), "seconds": seconds})
+                if (gated, tile.rows) not in best or seconds < best[gated, tile.rows][0]:
+                    best[gated, tile.rows] = seconds, tile
+        rows = min({rows for _, rows in best}, key=lambda rows: best[True, rows][0] + best[False, rows][0])
+        for gated in (True, False):
+            seconds, tile = best[gated, rows]
+            print(f"{tokens} tokens, {'gate_up' if gated else 'down'}: {seconds * 1e6:.1f} us with {tile}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The throughput benchmark as it is run, on a tiny model: a plan that ends, and one that fails aloud."""
+"""Benchmarks of speed as they are run, on tiny shapes: plans that end, and one that fails aloud."""
 
 from __future__ import annotations
 
@@ -38,6 +38,16 @@ def test_every_measurement_is_made(tmp_path: Path) -> None:
     assert {run["prefix"] for run in runs} == {1024, 2048}
     assert all(run["tokens_per_second"] > 0 for run in runs)
     assert "tokens/s" in done.stdout
+
+
+def test_experts_are_timed_and_tuned(tmp_path: Path) -> None:
+    """Every tile that is tried runs, through descriptors too; in Triton's interpreter."""
+    command = [sys.executable, "-m", "bench_longctx.kernels.bench_experts", "--tiny", "--tune"]
+    subprocess.run([*command, "--json", str(tmp_path / "out.json")], cwd=ROOT, check=True, timeout=240)
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert {each["name"] for each in report["figures"]} == {"route_experts", "expert_mlp"}
+    tried = [(each["product"], each["tile"]["descriptors"]) for each in report["variants"]]
+    assert sorted(set(tried)) == [(name, flag) for name in ("down", "gate_up") for flag in (False, True)]
 
 
 def test_the_long_context_alone(tmp_path: Path) -> None:
