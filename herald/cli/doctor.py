@@ -70,13 +70,16 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     from herald.doctor import examine
     from herald.doctor.context import probe_plan
 
-    offload = options.offload_config(args)
+    offload, overrides = options.offload_config(args), options.overrides(args)
     if args.context is None and args.gpu_memory is None and args.host is None:
-        return examine(args.model, args.bandwidth, None if args.json else _report_on_terminal)
+        for name, value in overrides.items():
+            if args.model is None and value not in ("", None) and (name, value) != ("block_length", 0):
+                raise UsageError(f"--{name.replace('_', '-')} is a model's", "add --model, or leave it out")
+        report = None if args.json else _report_on_terminal
+        return examine(args.model, args.bandwidth, report, offload, **overrides)
     if args.model is None:
         raise UsageError("a plan needs a model", "add --model with a folder, a hub id or a preset")
     check(args.context is None or args.context >= 1, "--context", args.context, "use 1 or more, as 131072")
-    overrides = options.overrides(args)
     return [probe_plan(args.model, args.context or 0, args.gpu_memory, args.host, offload, **overrides)]
 
 

@@ -58,17 +58,17 @@ def print_report(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("family", style="bold")
-    table.add_column("architecture", overflow="fold")
-    table.add_column("released checkpoints", overflow="fold")
+    # names are there to be read and copied: none is cut at 80 columns, which a pipe has
+    words = [word for family in report["families"] for word in family["title"].split()]
+    table.add_column("family", style="bold", min_width=max(map(len, words)))
+    table.add_column("architecture, released checkpoints", no_wrap=True)
     table.add_column("block")
     table.add_column("verified")
     for family in report["families"]:
         table.add_row(
             family["title"],
-            "\n".join(family["architectures"]),
-            "\n".join(family["hub_ids"]) or "-",
-            str(family["block_length"]),
+            "\n".join([*family["architectures"], *family["hub_ids"]]),
+            str(family["block_length"] or "all"),
             ", ".join(family["verified"]) or "nothing yet",
         )
     console = Console(highlight=False)

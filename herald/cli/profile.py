@@ -111,11 +111,13 @@ def _make_folder(path: Path) -> None:
 
 
 def _prompts(llm: LLM, texts: Sequence[str] | None, args: argparse.Namespace) -> list[list[int]]:
+    from herald.engine.limits import check_positions
     from herald.profile.workload import random_prompts
 
     if texts is not None:
         return [list(llm.tokenizer.encode(texts[0]))] * args.num_requests
     config = llm.model.config
+    check_positions(args.tokens, llm.engine.max_model_len, config)  # before ids are drawn for all of them
     return random_prompts(
         args.num_requests, args.tokens, config.vocab_size, config.mask_token_id, config.media_token_ids
     )

@@ -69,6 +69,21 @@ def config_folder(model: str) -> Path:
         ) from error
 
 
+def config_of(model: str, **overrides: Any) -> ModelConfig:
+    """The configuration of a preset, a folder, a hub model or ``"tiny"``.
+
+    Args:
+        overrides: ``block_length``, ``mask_token_id`` and ``rope_scaling`` of `herald.models.read_config`.
+
+    Raises:
+        ModelNotFound, UsageError, WeightsError: there is none, or it cannot be read.
+    """
+    from herald.models import PRESETS, read_config
+    from herald.models.presets import preset
+
+    return preset(model, **overrides) if model in PRESETS else read_config(config_folder(model), **overrides)
+
+
 def probe_plan(
     model: str,
     context: int = 0,
@@ -91,15 +106,12 @@ def probe_plan(
         PromptTooLong: the model has not as many positions.
     """
     from herald.engine.limits import check_positions
-    from herald.models import PRESETS, read_config
-    from herald.models.presets import preset
 
     for name, size in (("gpu_memory", device_memory), ("host_memory", host_memory)):
         remedy = "use a size of 1 MiB or more, such as 24GiB"
         check(size is None or size >= 1 << 20, name, size, remedy)
     check(context >= 0, "context", context, "use the positions of a request, such as 131072")
-    known = model in PRESETS
-    config = preset(model, **overrides) if known else read_config(config_folder(model), **overrides)
+    config = config_of(model, **overrides)
     check_positions(context, config.max_positions, config)
     if device_memory is None:
         device_memory = free_device_memory()
@@ -111,8 +123,13 @@ def probe_plan(
     return describe_plan(plan_batch(shape, context, host_memory, device_memory, offload))
 
 
-def probe_context(model: str | None = None, offload: OffloadConfig | None = None) -> Finding:
+def probe_context(
+    model: str | None = None, offload: OffloadConfig | None = None, **overrides: Any
+) -> Finding:
     """Largest context of one request for every preset, and first for ``model`` if one is named.
+
+    Args:
+        overrides: of ``model``, as for `config_of`.
 
     Raises:
         ModelNotFound, UsageError, WeightsError: the named model's configuration cannot be read.
@@ -127,7 +144,7 @@ def probe_context(model: str | None = None, offload: OffloadConfig | None = None
     with contextlib.suppress(ModelNotFound):  # a checkout without the trained weights
         configs = {"tiny": read_config(config_folder("tiny")), **configs}
     if model is not None:
-        configs = {model: read_config(config_folder(model)), **configs}
+        configs = {model: config_of(model, **overrides), **{n: c for n, c in configs.items() if n != model}}
     host_memory = max(hardware.memory().free - HOST_SPARE_BYTES, 0)
     fits = [
         fit_context(shape_of(name, config, dtype_bytes), host_memory, device_memory, offload)

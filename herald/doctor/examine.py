@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from herald.config import OffloadConfig
 from herald.doctor import bandwidth, context, device, host
 from herald.doctor.finding import Finding
 from herald.errors import UsageError, WeightsError
 
 
 def examine(
-    model: str | None = None, measure_bandwidth: bool = True, report: Callable[[str], None] | None = None
+    model: str | None = None,
+    measure_bandwidth: bool = True,
+    report: Callable[[str], None] | None = None,
+    offload: OffloadConfig | None = None,
+    **overrides: Any,
 ) -> list[Finding]:
     """Run every probe.
 
     Args:
-        model: also say which context fits this model (folder, hub id or ``"tiny"``).
+        model: also say which context fits this model (folder, hub id, ``"tiny"`` or a preset).
         measure_bandwidth: copy memory for about a second.
         report: called with a probe's name before it runs.
+        offload: options that contexts are computed with; the defaults if None.
+        overrides: of ``model``, as for `herald.doctor.context.config_of`.
 
     Raises:
         UsageError, WeightsError: ``model`` cannot be found or its configuration cannot be read. A probe that
@@ -35,7 +43,7 @@ def examine(
         "native": device.probe_native,
         "transfer": device.probe_transfer,
         "bandwidth": bandwidth.probe_bandwidth,
-        "context": lambda: context.probe_context(model),
+        "context": lambda: context.probe_context(model, offload, **overrides),
     }
     if not measure_bandwidth:
         del probes["bandwidth"]

@@ -98,6 +98,9 @@ def _answer_errors(app: FastAPI) -> None:
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
             message, code = f"{request.method} is not allowed here; use {allowed}", "method_not_allowed"
+        elif error.status_code == 400:
+            # the framework's own: bytes that are no text, or nested too deep
+            message, code = "the body cannot be read; send JSON in UTF-8", "invalid_json"
         return written(request, ApiError(error.status_code, message, code=code, headers=error.headers))
 
     @app.exception_handler(ApiError)

@@ -172,7 +172,27 @@ def test_descriptions() -> None:
     assert "--index-bits 4" in advice and "--kv-budget" in advice
 
 
-def fake_examine(model: str | None, measure: bool, report: object) -> list[Finding]:
+def test_context_of_a_preset_comes_first_and_once() -> None:
+    found = context.probe_context("sdar-8b", rope_scaling="yarn:4")
+    names = [each["model"] for each in found.value["models"]]
+    assert names[0] == "sdar-8b" and len(names) == len(set(names))
+    assert context.config_of("sdar-8b", rope_scaling="yarn:4").max_positions == 131_072
+
+
+def test_options_count_without_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["doctor", "--json", "--no-bandwidth", "--model", "fast-dllm-v2-7b"]
+    assert main([*command, "--kv-budget", "0.5", "--index-bits", "4", "--block-length", "16"]) == 0
+    found = json.loads(capsys.readouterr().out)["findings"]["context"]
+    assert found["kv_budget"] == 0.5 and found["index_bits"] == 4
+    assert found["models"][0]["model"] == "fast-dllm-v2-7b"
+    for option in (["--block-length", "8"], ["--rope-scaling", "yarn:4"], ["--mask-token-id", "0"]):
+        assert main(["doctor", "--no-bandwidth", *option]) == 2
+        assert f"{option[0]} is a model's; add --model" in capsys.readouterr().err
+
+
+def fake_examine(
+    model: str | None, measure: bool, report: object, offload: object, **overrides: object
+) -> list[Finding]:
     print("a driver says hello")
     return [
         Finding("cpu", {"cores": 2}, ("2 cores",)),
