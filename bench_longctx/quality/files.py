@@ -206,7 +206,7 @@ def _lines(path: Path, count: int) -> Iterator[tuple[int, dict[str, Any]]]:
                     continue
                 try:
                     line = json.loads(text)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise UsageError(
                         f"{path}:{number}: not JSON ({error})", "write one object a line"
                     ) from error
@@ -226,7 +226,9 @@ def _text(line: dict[str, Any], key: str, path: Path, number: int, default: str 
     value = line.get(key, default)
     if value is None or not isinstance(value, str):
         raise UsageError(f"{path}:{number}: {key!r} is missing or no text", f'add "{key}": "..."')
-    return value
+    if default is None and not value:
+        raise UsageError(f"{path}:{number}: {key!r} is empty", "give it some text")
+    return _encodable(value, key, path, number)
 
 
 def _texts(line: dict[str, Any], key: str, path: Path, number: int, empty: bool = False) -> tuple[str, ...]:
@@ -239,4 +241,14 @@ def _texts(line: dict[str, Any], key: str, path: Path, number: int, empty: bool 
         raise UsageError(
             f"{path}:{number}: {key!r} is missing, empty or no list of texts", f'add "{key}": ["..."]'
         )
-    return tuple(value)
+    return tuple(_encodable(text, key, path, number) for text in value)
+
+
+def _encodable(text: str, key: str, path: Path, number: int) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{path}:{number}: {key!r} has a lone surrogate at character {error.start}", "write valid Unicode"
+        ) from None
+    return text

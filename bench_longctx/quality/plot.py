@@ -43,12 +43,14 @@ def series_of(cells: Cells, length: int, budget: float) -> dict[str, dict[str, f
         if cell["length"] == length and (cell["method"] == "dense" or cell["budget"] == budget)
     ]
     if all(cell["method"] == "dense" for cell in there):
-        sets = {(c["length"], c["budget"]) for c in cells.values() if c["method"] != "dense"}
+        sets = sorted({(c["length"], c["budget"]) for c in cells.values() if c["method"] != "dense"})
+        usable = ", ".join(f"--length {n} --budget {share}" for n, share in sets)
         raise UsageError(
             f"no method was run at --length {length} --budget {budget}",
-            "use one of " + ", ".join(f"--length {n} --budget {share}" for n, share in sorted(sets)),
+            f"use one of {usable}" if sets else "run methods other than dense into this report",
         )
-    order = [*_LABELS, *methods.NAMES]
+    # a report may be of a version with other methods
+    order = list(dict.fromkeys([*_LABELS, *methods.NAMES, *(cell["method"] for cell in there)]))
     variants: dict[str, set[str]] = {}
     for cell in there:
         variants.setdefault(cell["method"], set()).add(_variant(cell))
@@ -67,7 +69,11 @@ def _variant(cell: dict[str, Any]) -> str:
 
 
 def save_plot(cells: Cells, tasks: Sequence[str], length: int, budget: float, path: Path) -> None:
-    """Write a group of bars a task, one bar a method, into ``path``; its folder is made."""
+    """Write a group of bars a task, one bar a method, into ``path``; its folder is made.
+
+    Raises:
+        UsageError: there are no such cells, or ``path`` cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -86,9 +92,13 @@ def save_plot(cells: Cells, tasks: Sequence[str], length: int, budget: float, pa
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:  # ValueError: no format of matplotlib
+        raise UsageError(f"{path} cannot be written ({error})", "name a .png or .svg file") from error
+    finally:
+        pyplot.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

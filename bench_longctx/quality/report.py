@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from bench_longctx import machine
 from bench_longctx.quality.cells import Job, Settings
@@ -14,6 +14,16 @@ from bench_longctx.quality.statistics import paired_means, paired_shares
 from herald.errors import UsageError
 
 Cells = dict[str, dict[str, Any]]
+_COSTS = (
+    "blocks",
+    "steps_per_block",
+    "forwards_per_block",
+    "selection_seconds_per_block",
+    "bytes_moved_per_block",
+    "exposed_share",
+)
+# What a cell must have to be shown, or run anew.
+_CELL = {**get_type_hints(Job), "task": str, "score": float, "scores": list[float], "cost": dict[str, Any]}
 
 
 class Report:
@@ -25,7 +35,7 @@ class Report:
         jobs: processes side by side; with more than one, times are not those of a machine to itself.
 
     Raises:
-        UsageError: the file is something else, or of other settings.
+        UsageError: the file is something else, or of other settings, or its folder cannot be written to.
     """
 
     def __init__(self, settings: Settings, path: Path | None, jobs: int = 1) -> None:
@@ -33,6 +43,8 @@ class Report:
         self.path = path
         self.jobs = jobs
         self.cells: Cells = {} if path is None or not path.exists() else _cells_of(path, settings)
+        if path is not None:
+            _check_folder(path.absolute().parent)
 
     def add(self, key: str, cell: dict[str, Any]) -> None:
         """Take a finished cell, and write the file anew."""
@@ -61,11 +73,49 @@ def load(path: Path) -> tuple[dict[str, Any], Cells]:
     try:
         report = json.loads(path.read_text("utf-8"))
         settings, cells = dict(report["settings"]), dict(report["cells"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"{path} is no report of this suite ({error!r})", "name a file that --json wrote"
         ) from error
+    wrong = _misfit(settings, get_type_hints(Settings), "settings")
+    for key, cell in cells.items():
+        wrong = wrong or _misfit(cell, _CELL, f"cell {key!r}")
+        wrong = wrong or _misfit(cell["cost"], dict.fromkeys(_COSTS, float), f"cost of cell {key!r}")
+    if wrong:
+        raise UsageError(f"{path} is of another version ({wrong})", "name a report of this one")
     return settings, cells
+
+
+def _misfit(values: Any, kinds: dict[str, Any], what: str) -> str:
+    """What is wrong with values that were read from JSON, by the type each should have; "" if nothing is."""
+    if not isinstance(values, dict):
+        return f"{what} is no object"
+    for name, kind in kinds.items():
+        if name not in values:
+            return f"{what} has no {name}"
+        if not _is_of(values[name], kind):
+            return f"{what} has {name}={values[name]!r:.40}"
+    return ""
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if kind in (tuple[str, ...], list[float]):
+        return isinstance(value, list) and all(_is_of(each, get_args(kind)[0]) for each in value)
+    if kind == dict[str, Any]:
+        return isinstance(value, dict)
+    if kind is float:
+        kind = (int, float)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _check_folder(folder: Path) -> None:
+    """Make the folder of a report, before anything is computed that it is for."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"no right to write to {folder}")
+    except OSError as error:
+        raise UsageError(f"{folder} cannot hold the report ({error})", "name another --json file") from error
 
 
 def _cells_of(path: Path, settings: Settings) -> Cells:
@@ -90,12 +140,14 @@ def repeated(path: Path) -> tuple[Settings, dict[Job, list[str]]]:
     found, cells = load(path)
     try:
         settings = Settings(**{**found, "tasks": tuple(found["tasks"])})
-        jobs: dict[Job, list[str]] = {}
-        for cell in cells.values():
-            job = Job(**{field.name: cell[field.name] for field in fields(Job)})
-            jobs.setdefault(job, []).append(cell["task"])
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"{path} is of another version ({error!r})", "name a report of this one") from error
+    except TypeError as error:  # settings that this version has not
+        raise UsageError(f"{path} is of another version ({error})", "name a report of this one") from error
+    jobs: dict[Job, list[str]] = {}
+    for cell in cells.values():
+        job = Job(**{field.name: cell[field.name] for field in fields(Job)})
+        jobs.setdefault(job, []).append(cell["task"])
+    if not jobs:
+        raise UsageError(f"{path} has no cells", "name a report that has some")
     return settings, jobs
 
 

@@ -221,6 +221,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("--count", args.count), ("--jobs", args.jobs), ("--batch", args.batch)):
         if value < 1:
             raise UsageError(f"{name} {value} is not valid", "use 1 or more")
+    if args.threads < 0:
+        raise UsageError(f"--threads {args.threads} is not valid", "use 0 for a share of the cores, or more")
     settings, asked = asked_of(args)
     report = Report(settings, args.json, args.jobs)
     todo = unfinished(asked, report)

@@ -33,6 +33,8 @@ SUFFIXES = (".txt", ".md", ".text")
 # Of a line besides its prompt, passed on to `SamplingParams`.
 FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "kv_budget")
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
+# Of a line of answers.
+BEGIN = b'{"id": "'
 # Requests that wait beside those that run, so that a place never stays empty.
 AHEAD = 2
 
@@ -156,25 +158,30 @@ def answered(target: Path) -> set[str]:
     """Ids that a file of answers holds; a line that was cut off in writing is taken out of it.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is something else, which is left as it is, or cannot be written.
     """
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        raise UsageError(f"--output {target} cannot be written", "name a file, in a folder that is there")
     if not target.exists():
         return set()
     done, whole = set(), 0
     with target.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n") and line[: len(BEGIN)] == BEGIN[: len(line)]:
                 break
             try:
                 entry = json.loads(line)
-                name = entry["id"]
-            except (ValueError, KeyError, TypeError) as error:
+            except ValueError:
+                entry = None
+            if not isinstance(entry, dict) or not isinstance(entry.get("id"), str):
+                entry = {}
+            if entry.keys().isdisjoint(("text", "error")):
                 raise UsageError(
-                    f"--output {target} is no file of answers ({error})", "name another file"
-                ) from error
+                    f"--output {target} is no file of answers (line {number} is none)", "name another file"
+                )
             whole += len(line)
             if "error" not in entry:
-                done.add(name)
+                done.add(entry["id"])
     if whole < target.stat().st_size:
         with target.open("r+b") as file:
             file.truncate(whole)

@@ -130,6 +130,19 @@ def test_a_body_that_is_not_said_to_be_json(server: Running, kind: str | None) -
         assert answer.startswith(b"HTTP/1.1 400") and b"content-type: application/json'" in answer
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b"{bad", b"\xff\xfe{", b'"\xff"', b"[" * 200_000, b'{"a":' * 50_000],
+    ids=lambda body: str(body[:6]),
+)
+def test_bodies_that_nobody_can_read(server: Running, body: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        status, text = request("POST", server.url + path, body)
+        error = text["error"]
+        assert (status, error["code"], error["type"]) == (400, "invalid_json", "invalid_request_error"), path
+        assert "JSON" in error["message"]
+
+
 def test_json_by_any_of_its_names(server: Running) -> None:
     for kind in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
         body = {"prompt": "a", "max_tokens": 4}

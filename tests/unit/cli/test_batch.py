@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from herald import LLM, OffloadConfig, SamplingParams
+from herald.cli import batch
 from herald.cli.main import main
 
 OPTIONS = ["--model", "tiny", "--device", "cpu", "--max-tokens", "12", "--quiet", "--max-model-len", "512"]
@@ -126,7 +127,42 @@ def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--input", str(tmp_path / "nothing"), "--output", out], "cannot be read"),
         (["--input", str(tmp_path / "empty"), "--output", out], "has no prompts"),
         (["--input", str(source), "--output", str(other)], "no file of answers"),
+        (["--input", str(source), "--output", str(tmp_path / "no" / "a")], "cannot be written"),
+        (["--input", str(source), "--output", str(tmp_path / "empty")], "cannot be"),
     ):
         code, err = run(capsys, *argv)
         assert code == 2 and message in err, err
     assert other.read_text("utf-8") == "a letter\n"
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        b"a letter",
+        b"a letter\n",
+        b'{"id": "a", "prompt": "b"}\n',  # the prompts themselves
+        b'{"id": "a", "text": "b"}\nnotes',
+        b'{"id": ["a"], "text": "b"}\n',
+        b"[1]\n",
+        b"5",
+        b"\xff\xfe",
+    ],
+)
+def test_what_is_no_file_of_answers_is_left_alone(
+    held: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "mine"
+    source.write_text('{"id": "a", "prompt": "a"}', "utf-8")
+    target.write_bytes(held)
+    code, err = run(capsys, "--input", str(source), "--output", str(target))
+    assert code == 2 and "is no file of answers" in err, err
+    assert target.read_bytes() == held
+
+
+@pytest.mark.parametrize("cut", [1, 4, 8, 12, 20])
+def test_only_a_line_that_was_cut_off_is_taken_out(cut: int, tmp_path: Path) -> None:
+    line = b'{"id": "a", "text": "b"}\n'
+    target = tmp_path / "out.jsonl"
+    target.write_bytes(line + line.replace(b'"a"', b'"c"')[:cut])
+    assert batch.answered(target) == {"a"}
+    assert target.read_bytes() == line

@@ -97,6 +97,7 @@ def test_without_matplotlib(
         (["--tokens", "5", "--prompt-file", "x"], "not allowed with"),
         (["--prompt-file", "/nonexistent"], "does not exist"),
         (["--model", "/nonexistent"], "/nonexistent"),
+        (["--tokens", "999999999999"], "exceed the limit of 32,768; use at most 32,768"),
     ],
 )
 def test_usage_errors(

@@ -106,6 +106,10 @@ def test_own_format(tmp_path: Path, tokens: TokensForm):
         ({"prompt": "p", "answers": ["a"], "max_tokens": 0}, ":1: max_tokens=0 is not valid"),
         ({"prompt": "p" * 200, "answers": ["a"]}, ":1: the prompt has 200 bytes, more than 100"),
         ("", "has no line"),
+        ({"prompt": "", "answers": ["a"]}, ":1: 'prompt' is empty"),
+        ({"prompt": "\ud800", "answers": ["a"]}, ":1: 'prompt' has a lone surrogate at character 0"),
+        ({"prompt": "p", "answers": ["a", "b\ud800"]}, ":1: 'answers' has a lone surrogate at character 1"),
+        ("[" * 100_000, ":1: not JSON"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, line: Any, message: str):

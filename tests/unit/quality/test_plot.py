@@ -52,3 +52,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 150_000
     with pytest.raises(SystemExit, match="is no report of this suite"):
         plot.main([str(tmp_path), "--out", str(path)])
+    for out in ("/dev/null/scores.png", str(tmp_path / "scores.foo")):
+        with pytest.raises(SystemExit, match=r"cannot be written .*; name a .png or .svg file"):
+            plot.main([str(MEASURED), "--out", out])
+
+
+def test_reports_with_other_methods_and_with_none():
+    _, cells = load(MEASURED)
+    one = next(
+        cell for cell in cells.values() if cell["method"] == "lookahead_hold" and cell["length"] == 8192
+    )
+    gone = {"a": {**one, "method": "an_older_one"}}
+    assert list(plot.series_of(gone, 8192, one["budget"])) == ["an_older_one"]
+    with pytest.raises(UsageError, match="run methods other than dense into this report"):
+        plot.series_of({"a": {**one, "method": "dense"}}, 8192, 0.05)

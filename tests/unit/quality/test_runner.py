@@ -14,7 +14,7 @@ import pytest
 
 from bench_longctx.quality import cells, run
 from bench_longctx.quality.cells import Job, Settings
-from bench_longctx.quality.report import Report, difference_of, table
+from bench_longctx.quality.report import Report, difference_of, load, repeated, table
 from herald.engine.trace import Span
 from herald.errors import InvalidOption, UsageError
 
@@ -88,6 +88,7 @@ def test_resume_runs_only_what_is_missing(ran: list[str], tmp_path: Path, capsys
     assert ran == []
     report = json.loads(path.read_text())
     assert len(report["cells"]) == 6 and "machine" in report
+    assert load(path)[1] == report["cells"]
     cell = report["cells"]["centre 0.1 2048 8 max 0 keys"]
     assert cell["difference"]["score"] == -60 and cell["difference"]["right_high"] < 0
     out = capsys.readouterr().out
@@ -153,6 +154,59 @@ def test_repeat_refuses_what_it_would_not_look_at(more: list[str], said: str, tm
         run.run(run.parse(["--repeat", str(path), *more]))
 
 
+def _each_wrong() -> Iterator[tuple[str, Any]]:
+    """Reports with one thing wrong: each field of settings, cell and costs gone, or of another kind."""
+    job = Job("dense", 1.0, 2048)
+    settings = vars(run.settings_of(run.parse(["--tasks", "keys"])))
+    right = {"settings": settings, "cells": {"a": fake_cell(job, "keys", [1.0])}}
+    needed = {"settings": list(settings), "cell": [*vars(job), "task", "score", "scores", "cost"]}
+    needed["cost"] = list(right["cells"]["a"]["cost"])
+    for part, names in needed.items():
+        for name in names:
+            for wrong in ({"a": 1}, None):
+                if (name, wrong) == ("data", None):
+                    continue
+                made = json.loads(json.dumps(right))
+                cell = made["cells"]["a"]
+                held = {"settings": made["settings"], "cell": cell, "cost": cell["cost"]}[part]
+                held[name] = wrong
+                yield f"{part}.{name}={wrong}", made
+                if wrong is None:
+                    gone = json.loads(json.dumps(made))
+                    cell = gone["cells"]["a"]
+                    del {"settings": gone["settings"], "cell": cell, "cost": cell["cost"]}[part][name]
+                    yield f"{part} without {name}", gone
+    yield "a number", {**right, "cells": {"a": 5}}
+    yield "pairs", {**right, "cells": [["a", 5]]}
+    yield "no cell", {**right, "cells": {}}
+    yield "one more", {**right, "settings": {**settings, "colour": 1}}
+
+
+@pytest.mark.parametrize(
+    ("what", "report"), list(_each_wrong()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_reports_with_something_wrong_are_refused(what: str, report: Any, tmp_path: Path):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report), encoding="utf-8")
+    with pytest.raises(UsageError, match="is of another version|has no cells") as caught:
+        repeated(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{", "[" * 100_000, '{"settings": [1], "cells": {}}'])
+def test_what_is_no_report(text: str, tmp_path: Path):
+    path = tmp_path / "report.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match="is no report of this suite"):
+        repeated(path)
+
+
+def test_the_folder_of_a_report_is_made(ran: list[str], tmp_path: Path):
+    path = tmp_path / "new" / "folder" / "out.json"
+    given = [*SMALL, "--count", "10", "--methods", "dense", "--tasks", "keys", "--json", str(path)]
+    assert run.run(run.parse(given)) == 0 and len(load(path)[1]) == 1
+
+
 @pytest.mark.parametrize("width", [2, 3, 15])
 def test_pieces_are_the_same_cells(width: int):
     tasks = [str(number) for number in range(8)]
@@ -188,6 +242,8 @@ def test_difference_needs_a_dense_cell():
         (["--operator", "mean-max"], "use --index-bits 16"),
         (["--budgets", "0"], "kv_budget=0.0 is not valid"),
         (["--count", "0"], "--count 0 is not valid"),
+        (["--threads", "-1"], "--threads -1 is not valid"),
+        (["--json", "/dev/null/out.json"], "/dev/null cannot hold the report"),
         (["--tasks", "ruler", "--data", "nowhere"], "--data nowhere is not a folder"),
     ],
 )
