@@ -123,6 +123,8 @@ def asked_of(args: argparse.Namespace) -> tuple[Settings, list[Task]]:
         if getattr(args, name) != usual[name]:
             option = name.replace("_", "-")
             raise UsageError(f"--{option} is not valid with --repeat", f"leave --{option} or --repeat out")
+    if args.json is not None and args.json.resolve() == args.repeat.resolve():
+        raise UsageError(f"--json {args.json} holds the cells to repeat already", "name another --json file")
     settings, found = repeated(args.repeat)
     cells.check(settings, list(found))
     return settings, list(found.items())

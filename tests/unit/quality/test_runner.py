@@ -137,6 +137,9 @@ def test_repeat_runs_the_cells_of_a_report(ran: list[str], tmp_path: Path):
     one, two = (json.loads(path.read_text()) for path in (first, second))
     assert one["settings"]["count"] == two["settings"]["count"] == 10
     assert one["cells"] == two["cells"]
+    with pytest.raises(UsageError, match="holds the cells to repeat already"):
+        run.run(run.parse(["--repeat", str(first), "--json", str(first)]))
+    assert len(ran) == 3
 
 
 @pytest.mark.parametrize(
