@@ -160,7 +160,7 @@ def probe_context(
             "models": [asdict(fit) for fit in fits],
         },
         tuple(describe(fit) for fit in fits),
-        advice_for(fits),
+        advice_for(fits, offload.index_bits),
     )
 
 
@@ -177,12 +177,13 @@ def describe(fit: ContextFit) -> str:
     )
 
 
-def advice_for(fits: list[ContextFit]) -> str:
-    """What would lengthen the context where memory is what limits it."""
+def advice_for(fits: list[ContextFit], index_bits: int = OffloadConfig.index_bits) -> str:
+    """What would lengthen the context where memory is what limits it, with an index of so many bits."""
     limits = {fit.limited_by for fit in fits}
     advice = []
     if "host memory" in limits:
-        advice.append("more free host memory, or --index-bits 4, makes room for longer contexts")
+        smaller = ", or --index-bits 4," if index_bits == 8 else ""  # exact keys (16 bits) have no index
+        advice.append(f"more free host memory{smaller} makes room for longer contexts")
     if "device memory" in limits:
         advice.append("a lower --kv-budget or more free GPU memory makes room for longer contexts")
     return "; ".join(advice)

@@ -38,6 +38,7 @@ class BatchPlan:
         batch: requests that fit, 0 for none; device_batch, host_batch: what each side would hold.
         dense_batch: what the device would hold without offload.
         longest: the largest context of a single request.
+        index_bits: of a code of the key index.
     """
 
     model: str
@@ -59,6 +60,7 @@ class BatchPlan:
     host_batch: int
     dense_batch: int
     longest: int
+    index_bits: int
 
     @property
     def fixed_device_bytes(self) -> int:
@@ -113,6 +115,7 @@ def plan_batch(
         host_batch=host_batch,
         dense_batch=room // (context * shape.kv_bytes + shape.window_bytes),
         longest=fit.tokens,
+        index_bits=config.index_bits,
     )
 
 
@@ -164,7 +167,10 @@ def _advice(plan: BatchPlan) -> str:
         advice.append("a lower --index-device-memory helps")
     if plan.longest:
         advice.append(f"a --context of at most {plan.longest:,} fits")
-        advice.append("a lower --kv-budget helps" if not plan.device_batch else "--index-bits 4 helps")
+        if not plan.device_batch:
+            advice.append("a lower --kv-budget helps")
+        elif plan.index_bits == 8:  # exact keys (16 bits) have no index to be made smaller
+            advice.append("--index-bits 4 helps")
     else:
         held = " and the key index" if plan.index_device_bytes else ""
         advice.append(f"no context fits beside the weights{held}: use a smaller model or more memory")

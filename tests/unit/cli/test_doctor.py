@@ -170,6 +170,8 @@ def test_descriptions() -> None:
     assert context.advice_for([fit()]) == ""
     advice = context.advice_for([fit(limited_by="host memory"), fit(limited_by="device memory")])
     assert "--index-bits 4" in advice and "--kv-budget" in advice
+    for bits in (16, 4, 1):
+        assert "--index-bits" not in context.advice_for([fit(limited_by="host memory")], bits)
 
 
 def test_context_of_a_preset_comes_first_and_once() -> None:

@@ -99,6 +99,16 @@ def test_what_does_not_fit_says_what_is_missing(memory: dict[str, int], advice: 
         assert plan("sdar-8b", finding.value["longest"], **memory)["batch"] == 1
 
 
+@pytest.mark.parametrize("bits", [16, 8, 4, 1])
+def test_a_smaller_index_is_advised_only_where_it_is_smaller(bits: int) -> None:
+    memory = {"device_memory": 24 << 30, "host_memory": 4 << 30}
+    found = probe_plan("sdar-8b", 32768, **memory, offload=OffloadConfig(index_bits=bits))
+    fewer = probe_plan("sdar-8b", 32768, **memory, offload=OffloadConfig(index_bits=4))
+    assert found.value["host_batch"] == 0 and "of host memory" in found.advice
+    assert ("--index-bits 4 helps" in found.advice) == (bits == 8)
+    assert bits != 8 or fewer.value["longest"] > found.value["longest"]
+
+
 def test_the_option_of_a_refusal_is_taken() -> None:
     found = plan("sdar-8b", 100_000, rope_scaling="yarn:4", block_length=32)
     assert found["batch"] > 1 and found["context"] == 100_000
