@@ -39,6 +39,7 @@ class BatchPlan:
         dense_batch: what the device would hold without offload.
         longest: the largest context of a single request.
         index_bits: of a code of the key index.
+        full_attention: sets are those of a request with a cache of its prompt.
     """
 
     model: str
@@ -61,6 +62,7 @@ class BatchPlan:
     dense_batch: int
     longest: int
     index_bits: int
+    full_attention: bool
 
     @property
     def fixed_device_bytes(self) -> int:
@@ -116,6 +118,7 @@ def plan_batch(
         dense_batch=room // (context * shape.kv_bytes + shape.window_bytes),
         longest=fit.tokens,
         index_bits=config.index_bits,
+        full_attention=shape.full_attention,
     )
 
 
@@ -131,6 +134,11 @@ def describe_plan(plan: BatchPlan) -> Finding:
         f"{format_bytes(plan.workspace_bytes)}",
         f"host pool: {format_bytes(plan.host_bytes)} a request (rows and key index)",
     ]
+    if plan.full_attention:
+        lines.insert(
+            3,
+            "that is with a cache of the prompt (prefix or dual); without one, the default, nothing is kept",
+        )
     if plan.index_device_bytes:
         lines.insert(-1, f"key index on the GPU: {format_bytes(plan.index_device_bytes)}")
     available = format_bytes(plan.host_memory)

@@ -165,3 +165,11 @@ def test_nonsense_is_refused(arguments: list[str], message: str, capsys: pytest.
     except SystemExit as error:  # what the parser refuses
         code = int(str(error.code))
     assert code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("preset", ["llada-8b", "dream-7b", "sdar-8b"])
+def test_what_a_cache_holds_is_said_to_need_one(preset: str) -> None:
+    finding = probe_plan(preset, 2048, **ROOMY)
+    needs_cache = PRESETS[preset].full_attention
+    assert finding.value["full_attention"] == needs_cache
+    assert any("without one, the default, nothing is kept" in line for line in finding.text) == needs_cache
