@@ -25,7 +25,8 @@ TIMES = {
 def summary(report: dict[str, Any]) -> list[dict[str, Any]]:
     """One entry a rate, slowest first.
 
-    Times are in seconds and of requests that succeeded, ``None`` where none did; ``cached_share`` is the part
+    Times are in seconds and of requests that succeeded, ``None`` where none did; ``sent_per_second``
+    is the rate at which requests left, ``cached_share`` is the part
     of their prompts that the server says it had already (``None`` if it does not say), ``first_error`` what
     happened to the first request that failed, ``behind_schedule_seconds`` the p90 of how late they were sent.
     """
@@ -42,10 +43,14 @@ def _row(benchmark: dict[str, Any]) -> dict[str, Any]:
         values = {"mean": found["mean"], **found["percentiles"]} if found else {}
         return {each: values[each] * scale if found else None for each in ("mean", *PERCENTILES)}
 
+    starts = [each["request_start_time"] for each in good + errored]
+    seconds = max(starts) - min(starts) if starts else 0.0
     said = [each for each in good if each.get("cached_tokens") is not None]
     prompts = sum(each["prompt_tokens"] for each in said)
     return {
         "rate": float(benchmark["config"]["strategy"].get("rate") or 0.0),
+        # A few requests of a Poisson process may come at another rate than it has.
+        "sent_per_second": (len(starts) - 1) / seconds if seconds else None,
         "requests": totals["successful"],
         "failed": totals["errored"] + totals["incomplete"],
         "first_error": errored[0]["info"]["error"] if errored else None,
@@ -60,10 +65,19 @@ def _row(benchmark: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _sent(row: dict[str, Any]) -> float:
+    sent: float | None = row["sent_per_second"]
+    return row["rate"] if sent is None else sent
+
+
 def line(row: dict[str, Any]) -> str:
     """A row of ``summary``, for a terminal."""
     first, latency, cached = row["first_block_seconds"], row["latency_seconds"], row["cached_share"]
-    parts = [f"{row['rate']:>6.2f}/s sent", f"{row['requests_per_second']:.2f}/s answered"]
+    parts = [
+        f"{row['rate']:>6.2f}/s asked for",
+        f"{_sent(row):.2f}/s sent",
+        f"{row['requests_per_second']:.2f}/s answered",
+    ]
     if row["requests"]:
         parts += [
             f"{row['output_tokens_per_second']:.1f} tokens/s",
@@ -79,7 +93,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Latency and throughput against the rate of requests, of one or several runs of ``summary``.
+    """Latency and throughput against the rate at which requests were sent, of one or several runs.
 
     One run has all percentiles; several have a colour each, and p50 and p90. Rates at which no request
     succeeded have no point.
@@ -92,7 +106,8 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 4, figsize=(16, 3.6), layout="constrained")
     shown = PERCENTILES if len(runs) == 1 else PERCENTILES[:2]
     for number, (name, rows) in enumerate(runs.items()):
-        rates = [row["rate"] for row in rows]
+        rows = sorted(rows, key=_sent)
+        rates = [_sent(row) for row in rows]
         for axis, key in zip(axes, TIMES):
             for place, percentile in enumerate(shown):
                 colour = f"C{number if len(runs) > 1 else place}"

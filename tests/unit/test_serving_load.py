@@ -67,6 +67,9 @@ def test_a_report_in_a_few_numbers() -> None:
         assert values[5] - 1e-6 <= answered[name]["p50"] <= values[6] + 1e-6
         assert values[9] - 1e-6 <= answered[name]["p90"] <= answered[name]["p99"] <= values[11] + 1e-6
     assert answered["cached_share"] == pytest.approx(9 * 7680 / sum(each["prompt_tokens"] for each in sent))
+    starts = [each["request_start_time"] for each in sent]
+    assert answered["sent_per_second"] == pytest.approx(11 / (max(starts) - min(starts)))
+    assert "0.50/s asked for, 0.60/s sent" in line(answered), "what was sent, beside what was asked for"
     assert 0 < answered["behind_schedule_seconds"] < 0.1
     assert "74% of the prompts cached" in line(answered)
 
@@ -86,11 +89,14 @@ def test_no_answer_is_no_latency(tmp_path: Path) -> None:
     assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_server_that_does_not_say_what_it_had_cached() -> None:
+def test_a_server_that_does_not_say_what_it_had_cached_and_one_request() -> None:
     whole = copy.deepcopy(REPORT)
     for each in whole["benchmarks"][1]["requests"]["successful"]:
         each["cached_tokens"] = None
-    assert summary(whole)[0]["cached_share"] is None and "cached" not in line(summary(whole)[0])
+    del whole["benchmarks"][1]["requests"]["successful"][1:]
+    row = summary(whole)[0]
+    assert row["cached_share"] is None and "cached" not in line(row)
+    assert row["sent_per_second"] is None and "0.50/s sent" in line(row), "one request has no rate"
 
 
 def test_runs_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
