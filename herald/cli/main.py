@@ -89,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; `SystemExit` comes from ``--help`` and wrong options."""
     _open_what_is_closed()
     _print_what_can_be_printed()
+    args = argparse.Namespace()
     try:
         args = build_parser().parse_args(argv)
         code: int = args.run(args)
@@ -100,9 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return RUNTIME_ERROR
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
-    except UsageError as error:
-        return _fail(str(error), USAGE_ERROR)
-    except (HeraldError, OSError) as error:
+    except HeraldError as error:
+        told = HeraldError(error.problem, options.in_options(error.remedy, args))
+        return _fail(str(told), USAGE_ERROR if isinstance(error, UsageError) else RUNTIME_ERROR)
+    except OSError as error:
         return _fail(str(error), RUNTIME_ERROR)
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):

@@ -186,7 +186,7 @@ def add_override_options(group: Any) -> None:
 
 def overrides(args: argparse.Namespace) -> dict[str, Any]:
     """What stands in for the checkpoint's own: arguments of `herald.models.read_config`."""
-    return {name: getattr(args, name) for name in ("block_length", "mask_token_id", "rope_scaling")}
+    return {name: getattr(args, name) for name in _MODEL}
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -398,7 +398,32 @@ _ENGINE = {
 }
 
 
+# Fields of the model's own options, which have their names.
+_MODEL = {name: name for name in ("block_length", "mask_token_id", "rope_scaling")}
 _Options = TypeVar("_Options")
+
+
+def in_options(remedy: str, args: argparse.Namespace) -> str:
+    """A remedy with the options of Python as those of the command line.
+
+    ``max_model_len=9`` becomes ``--max-model-len=9``, and a bare ``max_model_len`` ``--max-model-len``.
+    """
+    options: dict[str, str] = {}
+    for option, field in (_SAMPLING | _OFFLOAD | _ENGINE | _MODEL).items():
+        if field not in options or hasattr(args, option):
+            options[field] = f"--{option.replace('_', '-')}"
+
+    def renamed(match: re.Match[str]) -> str:
+        option, value = options[match["name"]], match["value"]
+        if value is None:
+            return option if "_" in match["name"] else match["name"]  # else a word like any other
+        if value in ("True", "False"):
+            return option if value == "True" else option.replace("--", "--no-", 1)
+        return f"{option}={value.strip(chr(39))}"
+
+    name = "|".join(sorted(options, key=len, reverse=True))
+    value = r"'[^']*'|[\w.:+-]*\w(?:,\d+)*"
+    return re.sub(rf"(?<![\w./-])(?P<name>{name})(?![\w.])(?:=(?P<value>{value}))?", renamed, remedy)
 
 
 def build(

@@ -148,7 +148,7 @@ def test_an_index_on_the_gpu_takes_room_of_requests(capsys: pytest.CaptureFixtur
         (["--model", "sdar-8b", "--context", "0"], "--context=0 is not valid"),
         (["--model", "sdar-8b", "--context", "-5"], "--context=-5 is not valid"),
         (["--model", "sdar-8b", "--context", "lots"], "is not a whole number"),
-        (["--model", "sdar-8b", "--context", "100000"], "or rope_scaling='yarn:4'"),
+        (["--model", "sdar-8b", "--context", "100000"], "or --rope-scaling=yarn:4 "),
         (["--model", "sdar-8b", "--gpu-memory", "24"], "use a size of 1 MiB or more, such as 24GiB"),
         (["--model", "sdar-8b", "--host-memory", "0"], "use a size of 1 MiB or more"),
         (["--model", "sdar-8b", "--gpu-memory", "24 pounds"], "is not a size"),

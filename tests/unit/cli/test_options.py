@@ -5,7 +5,15 @@ import argparse
 import pytest
 
 from herald.cli.main import build_parser
-from herald.cli.options import device, engine_config, offload_config, sampling_params, size, threshold
+from herald.cli.options import (
+    device,
+    engine_config,
+    in_options,
+    offload_config,
+    sampling_params,
+    size,
+    threshold,
+)
 from herald.config import EngineConfig, OffloadConfig
 from herald.errors import InvalidOption
 from herald.sampling_params import SamplingParams
@@ -150,3 +158,28 @@ def test_editing_options_are_passed_on() -> None:
     assert (params.editing_threshold, params.max_post_steps) == (0.5, 4)
     with pytest.raises(InvalidOption, match=r"--editing-threshold=1\.5"):
         sampling_params(parse("--editing-threshold", "1.5"))
+
+
+@pytest.mark.parametrize(
+    ("remedy", "expected"),
+    [
+        (
+            "max_tokens below 5, or rope_scaling='yarn:4' (",
+            "--max-tokens below 5, or --rope-scaling=yarn:4 (",
+        ),
+        ("use max_model_len=99,999; max_num_seqs, or", "use --max-model-len=99,999; --max-num-seqs, or"),
+        ("confidence_threshold=0.9, denoising_steps=8.", "--threshold=0.9, --steps=8."),
+        ("host_memory_bytes=5 and enabled=False", "--host-memory=5 and --no-offload"),
+        ("--kv-budget=3.0; stop and cache are words", "--kv-budget=3.0; stop and cache are words"),
+        (
+            "stop=['a'], /tmp/max_tokens.json, my_max_tokens",
+            "stop=['a'], /tmp/max_tokens.json, my_max_tokens",
+        ),
+    ],
+)
+def test_remedies_are_options_of_the_command_line(remedy: str, expected: str) -> None:
+    assert in_options(remedy, argparse.Namespace()) == expected
+
+
+def test_an_option_with_two_names_has_the_one_that_was_given() -> None:
+    assert in_options("max_tokens=3", argparse.Namespace(new_tokens=3)) == "--new-tokens=3"
