@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from herald.cli.options import engine_config, offload_config, overrides, sampling_params
+from herald.cli.fields import engine_config, offload_config, overrides, sampling_params
 from herald.cli.prompts import read_prompt
 from herald.cli.report import json_object, print_statistics
 from herald.errors import HeraldError, InvalidOption, UsageError

@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from herald.cli.options import (
-    add_model_options,
-    add_offload_options,
-    add_sampling_options,
-    engine_config,
-    offload_config,
-    open_model,
-    sampling_params,
-)
+from herald.cli.fields import engine_config, offload_config, open_model, sampling_params
+from herald.cli.options import add_model_options, add_offload_options, add_sampling_options
 from herald.cli.prompts import read_prompt
 from herald.cli.report import print_statistics
 from herald.errors import HeraldError, UsageError

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from herald.cli import options
+from herald.cli import fields, options
 from herald.config import check
 from herald.errors import UsageError
 
@@ -70,7 +70,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     from herald.doctor import examine
     from herald.doctor.context import probe_plan
 
-    offload, overrides = options.offload_config(args), options.overrides(args)
+    offload, overrides = fields.offload_config(args), fields.overrides(args)
     if args.context is None and args.gpu_memory is None and args.host is None:
         for name, value in overrides.items():
             if args.model is None and value not in ("", None) and (name, value) != ("block_length", 0):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from herald.cli import batch
-from herald.cli.options import engine_config, offload_config, open_model, sampling_params
+from herald.cli.fields import engine_config, offload_config, open_model, sampling_params
 from herald.cli.prefix import load_document
 from herald.cli.progress import ProgressBars
 from herald.cli.prompts import collect_prompts

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from herald import __version__
-from herald.cli import batch, chat, doctor, generate, models, options, prefix, profile, serve
+from herald.cli import batch, chat, doctor, fields, generate, models, options, prefix, profile, serve
 from herald.errors import HeraldError, UsageError
 
 RUNTIME_ERROR, USAGE_ERROR, INTERRUPTED = 1, 2, 130
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except HeraldError as error:
-        told = HeraldError(error.problem, options.in_options(error.remedy, args))
+        told = HeraldError(error.problem, fields.in_options(error.remedy, args))
         return _fail(str(told), USAGE_ERROR if isinstance(error, UsageError) else RUNTIME_ERROR)
     except OSError as error:
         return _fail(str(error), RUNTIME_ERROR)

@@ -1,4 +1,4 @@
-"""Option types, the options that commands share, and how they become configuration objects."""
+"""Types of options, and the options that commands share; what they mean stands in `fields`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ import math
 import re
 import reprlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from herald.config import EngineConfig, OffloadConfig
-from herald.errors import InvalidOption
 from herald.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from herald import LLM
 
 _UNITS = {
     "": 1,
@@ -184,11 +180,6 @@ def add_override_options(group: Any) -> None:
     )
 
 
-def overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """What stands in for the checkpoint's own: arguments of `herald.models.read_config`."""
-    return {name: getattr(args, name) for name in _MODEL}
-
-
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Declare what `sampling_params` takes."""
     add = _adder(parser.add_argument_group("decoding"))
@@ -351,123 +342,3 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--stream", action="store_true", help="print the answer block by block")
     shape.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
     group.add_argument("--quiet", action="store_true", help="no progress bar and no statistics")
-
-
-# Option name on the command line -> field of the dataclass.
-_SAMPLING = {
-    "max_tokens": "max_tokens",
-    "new_tokens": "max_tokens",  # as `herald profile` calls it
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "seed": "seed",
-    "stop": "stop",
-    "threshold": "confidence_threshold",
-    "confidence_factor": "confidence_factor",
-    "algorithm": "algorithm",
-    "cache": "cache",
-    "steps": "denoising_steps",
-    "sub_block_length": "sub_block_length",
-    "editing_threshold": "editing_threshold",
-    "max_post_steps": "max_post_steps",
-    "entropy_bound": "entropy_bound",
-    "stop_entropy": "stop_entropy",
-    "ignore_eos": "ignore_eos",
-}
-_OFFLOAD = {
-    "offload": "enabled",
-    "kv_budget": "kv_budget",
-    "index_bits": "index_bits",
-    "refresh_commits": "refresh_commits",
-    "lookahead": "lookahead",
-    "lookahead_step": "lookahead_step",
-    "on_late": "on_late",
-    "host_memory": "host_memory_bytes",
-    "prefix_sharing": "prefix_sharing",
-    "transfer": "transfer",
-    "num_threads": "num_threads",
-    "scan_on_device": "scan_on_device",
-    "index_device_memory": "index_device_bytes",
-}
-_ENGINE = {
-    "max_model_len": "max_model_len",
-    "max_num_seqs": "max_num_seqs",
-    "tokens_per_step": "tokens_per_step",
-    "prefill_chunk": "prefill_chunk",
-    "cuda_graphs": "cuda_graphs",
-}
-
-
-# Fields of the model's own options, which have their names.
-_MODEL = {name: name for name in ("block_length", "mask_token_id", "rope_scaling")}
-_Options = TypeVar("_Options")
-
-
-def in_options(remedy: str, args: argparse.Namespace) -> str:
-    """A remedy with the options of Python as those of the command line.
-
-    ``max_model_len=9`` becomes ``--max-model-len=9``, and a bare ``max_model_len`` ``--max-model-len``.
-    """
-    options: dict[str, str] = {}
-    for option, field in (_SAMPLING | _OFFLOAD | _ENGINE | _MODEL).items():
-        if field not in options or hasattr(args, option):
-            options[field] = f"--{option.replace('_', '-')}"
-
-    def renamed(match: re.Match[str]) -> str:
-        option, value = options[match["name"]], match["value"]
-        if value is None:
-            return option if "_" in match["name"] else match["name"]  # else a word like any other
-        if value in ("True", "False"):
-            return option if value == "True" else option.replace("--", "--no-", 1)
-        return f"{option}={value.strip(chr(39))}"
-
-    name = "|".join(sorted(options, key=len, reverse=True))
-    value = r"'[^']*'|[\w.:+-]*\w(?:,\d+)*"
-    return re.sub(rf"(?<![\w./-])(?P<name>{name})(?![\w.])(?:=(?P<value>{value}))?", renamed, remedy)
-
-
-def build(
-    kind: Callable[..., _Options], args: argparse.Namespace, names: dict[str, str], **more: Any
-) -> _Options:
-    """The dataclass of the options given (``names``: option -> field) and ``more``; it refuses by option."""
-    given = {option: field for option, field in names.items() if hasattr(args, option)}
-    try:
-        return kind(**{field: getattr(args, option) for option, field in given.items()} | more)
-    except InvalidOption as error:
-        option = next((option for option, field in given.items() if field == error.field), None)
-        if option is None or error.field is None:
-            raise
-        named = error.problem.replace(error.field, f"--{option.replace('_', '-')}", 1)
-        raise InvalidOption(named, error.remedy, error.field) from error
-
-
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """`SamplingParams` of the options given; raises `InvalidOption`."""
-    return build(SamplingParams, args, _SAMPLING)
-
-
-def offload_config(args: argparse.Namespace) -> OffloadConfig:
-    """`OffloadConfig` of the options given; raises `InvalidOption`."""
-    return build(OffloadConfig, args, _OFFLOAD)
-
-
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """`EngineConfig` of the options given; raises `InvalidOption`."""
-    return build(EngineConfig, args, _ENGINE)
-
-
-def open_model(args: argparse.Namespace, offload: OffloadConfig, engine: EngineConfig) -> LLM:
-    """Load the model that the options name; what `LLM` raises passes through.
-
-    torch is imported here, once the options are known to be right.
-    """
-    from herald import LLM
-
-    return LLM(
-        model=args.model,
-        device=args.device,
-        dtype=args.dtype,
-        offload=offload,
-        engine=engine,
-        **overrides(args),
-    )

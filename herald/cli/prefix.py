@@ -8,13 +8,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from herald.cli.options import (
-    add_model_options,
-    add_offload_options,
-    engine_config,
-    offload_config,
-    open_model,
-)
+from herald.cli.fields import engine_config, offload_config, open_model
+from herald.cli.options import add_model_options, add_offload_options
 from herald.cli.prompts import collect_prompts
 from herald.doctor.units import format_bytes, format_seconds
 from herald.errors import UsageError

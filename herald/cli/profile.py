@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from herald.cli import options
+from herald.cli import fields, options
 from herald.cli.progress import ProgressBars
 from herald.cli.prompts import collect_prompts
 from herald.doctor.units import format_bytes, format_seconds
@@ -87,15 +87,15 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option) < 1:
             name = f"--{option.replace('_', '-')}"
             raise InvalidOption(f"{name}={getattr(args, option)} is not valid", "use 1 or more")
-    params, offload = options.sampling_params(args), options.offload_config(args)
-    engine = options.engine_config(args)
+    params, offload = fields.sampling_params(args), fields.offload_config(args)
+    engine = fields.engine_config(args)
     texts = None if args.prompt_file is None else collect_prompts([], [args.prompt_file])
     _make_folder(args.out)
     from herald.profile.workload import run_workload
 
     with (
         contextlib.redirect_stdout(sys.stderr),
-        options.open_model(args, offload, engine) as llm,
+        fields.open_model(args, offload, engine) as llm,
         ProgressBars(sys.stderr.isatty(), args.num_requests) as progress,
     ):
         result = run_workload(llm, _prompts(llm, texts, args), params, progress)

@@ -8,18 +8,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from herald.cli.options import (
-    add_model_options,
-    add_offload_options,
-    build,
-    engine_config,
-    number,
-    offload_config,
-    overrides,
-    seed,
-    size,
-    whole,
-)
+from herald.cli.fields import build, engine_config, offload_config, overrides
+from herald.cli.options import add_model_options, add_offload_options, number, seed, size, whole
 from herald.config import EngineConfig, OffloadConfig
 from herald.errors import UsageError
 from herald.serve.config import ServeConfig

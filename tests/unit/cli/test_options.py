@@ -4,16 +4,9 @@ import argparse
 
 import pytest
 
+from herald.cli.fields import engine_config, in_options, offload_config, sampling_params
 from herald.cli.main import build_parser
-from herald.cli.options import (
-    device,
-    engine_config,
-    in_options,
-    offload_config,
-    sampling_params,
-    size,
-    threshold,
-)
+from herald.cli.options import device, size, threshold
 from herald.config import EngineConfig, OffloadConfig
 from herald.errors import InvalidOption
 from herald.sampling_params import SamplingParams
