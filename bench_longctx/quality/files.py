@@ -156,11 +156,15 @@ def own_cases(path: Path, count: int, form: PromptForm, length: int) -> list[Cas
                 f"{path}:{number}: the prompt has {size} {form.unit}, more than {length}",
                 f"use --lengths {size} or more",
             )
+        answers = _texts(line, "answers", path, number)
+        if not all(answer.strip() for answer in answers):
+            problem = f"{path}:{number}: an answer is blank, which every text would be right for"
+            raise UsageError(problem, 'leave it out of "answers"')
         cases.append(
             Case(
                 _text(line, "task", path, number, default=path.stem),
                 prompt.text,
-                _texts(line, "answers", path, number),
+                answers,
                 metric,
                 tokens,
                 prompt.ids,

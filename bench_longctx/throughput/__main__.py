@@ -243,6 +243,8 @@ def main() -> int:
     if args.inside:
         args.json.write_text(json.dumps(SUITES[args.inside](args), indent=1))
         return 0
+    if args.quick and args.contexts == "long":
+        parser.error("--quick measures the short context: leave it out beside --contexts long")
     names = [*SUITES, *PARTS] if args.suite == "all" else args.suite.split(",")
     unknown = [name for name in names if name not in {**SUITES, **PARTS}]
     if unknown:

@@ -102,6 +102,7 @@ def test_own_format(tmp_path: Path, tokens: TokensForm):
         ({"answers": ["a"]}, ":1: 'prompt' is missing or no text"),
         ({"prompt": "p"}, ":1: 'answers' is missing, empty or no list of texts"),
         ({"prompt": "p", "answers": []}, ":1: 'answers' is missing, empty"),
+        ({"prompt": "p", "answers": ["a", " "]}, ":1: an answer is blank"),
         ({"prompt": "p", "answers": ["a"], "metric": "bleu"}, ":1: metric='bleu' is not known"),
         ({"prompt": "p", "answers": ["a"], "max_tokens": 0}, ":1: max_tokens=0 is not valid"),
         ({"prompt": "p" * 200, "answers": ["a"]}, ":1: the prompt has 200 bytes, more than 100"),
