@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 TOKENS, TINY_TOKENS = (32, 64, 128, 256, 640, 1280, 2304, 4096), (2, 8)
 TUNED_TOKENS = (32, 256, 640, 1280, 2304, 4096)
-SHARED_BYTES = 227 << 10
 
 
 class Layer:
@@ -147,7 +146,7 @@ def figures(layer: Layer, all_tokens: tuple[int, ...], limits: Limits) -> Iterat
 
 def variants(gated: bool) -> Iterator[ProductTiles]:
     """Tiles of the product of gate and up, or of down, that fit into a multiprocessor."""
-    from herald_kernels.ops.tiles import ProductTiles, product_bytes
+    from herald_kernels.ops.tiles import SHARED_BYTES, ProductTiles, product_bytes
 
     shapes = itertools.product((16, 32, 64, 128), (32, 64, 128) if gated else (64, 128, 256))
     steps = ((64, 3), (64, 4), (128, 3))
@@ -160,8 +159,6 @@ def variants(gated: bool) -> Iterator[ProductTiles]:
 
 def product_seconds(layer: Layer, ids: torch.Tensor, gated: bool, tile: ProductTiles) -> float:
     """Seconds of one of the two products alone."""
-    import torch
-
     from bench_longctx.kernels.timing import seconds_each
     from herald_kernels.ops.expert_mlp import triton_kernel
     from herald_kernels.ops.expert_mlp.buckets import make_buckets
@@ -171,8 +168,7 @@ def product_seconds(layer: Layer, ids: torch.Tensor, gated: bool, tile: ProductT
     results = layer.hidden.new_zeros(ids.numel(), layer.hidden.shape[1])
     x, weight, out = (layer.hidden, layer.gate_up, inner) if gated else (inner, layer.down, results)
     product = partial(triton_kernel._grouped, x, weight, out, buckets, ids.numel(), ids.shape[1], gated)
-    with torch.no_grad():
-        return seconds_each([partial(product, False, tile)] * 4, repeats=8)
+    return seconds_each([partial(product, False, tile)] * 4, repeats=8)
 
 
 def tune(layer: Layer, all_tokens: tuple[int, ...], limit: int) -> list[dict[str, Any]]:

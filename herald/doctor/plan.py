@@ -130,17 +130,18 @@ def describe_plan(plan: BatchPlan) -> Finding:
         f"weights: {format_bytes(plan.weight_bytes)}",
         f"resident set: {format_bytes(plan.resident_bytes)} a request, {plan.resident_rows:,} rows a KV head "
         f"({format_bytes(plan.staging_bytes)} more for rows that arrive)",
-        f"prefill: {format_bytes(plan.prefill_bytes)}, one prompt at a time; workspace: "
-        f"{format_bytes(plan.workspace_bytes)}",
-        f"host pool: {format_bytes(plan.host_bytes)} a request (rows and key index)",
     ]
     if plan.full_attention:
-        lines.insert(
-            3,
-            "that is with a cache of the prompt (prefix or dual); without one, the default, nothing is kept",
+        lines.append(
+            "that is with a cache of the prompt (prefix or dual); without one, the default, nothing is kept"
         )
+    lines.append(
+        f"prefill: {format_bytes(plan.prefill_bytes)}, one prompt at a time; workspace: "
+        f"{format_bytes(plan.workspace_bytes)}"
+    )
     if plan.index_device_bytes:
-        lines.insert(-1, f"key index on the GPU: {format_bytes(plan.index_device_bytes)}")
+        lines.append(f"key index on the GPU: {format_bytes(plan.index_device_bytes)}")
+    lines.append(f"host pool: {format_bytes(plan.host_bytes)} a request (rows and key index)")
     available = format_bytes(plan.host_memory)
     if plan.device_memory is not None:
         available = f"{format_bytes(plan.device_memory)} of GPU memory, {available} of host memory"
