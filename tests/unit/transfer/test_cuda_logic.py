@@ -166,7 +166,7 @@ def test_spans_before_and_after_the_base_event(monkeypatch: pytest.MonkeyPatch) 
     late = clock.span(recorded(after - 2), recorded(after - 1), now - 3)
     assert late == pytest.approx((after - 2, after - 1), abs=0.4) and len(bases) == 2
     begin = time.perf_counter()
-    clock.span(recorded(begin + 1), recorded(begin + 2), (now + after) / 2)
+    clock.span(recorded(begin + 1), recorded(begin + 2), after)
     assert len(bases) == 2, (
         "one piece of work that was issued before the base made the next ones need another"
     )
