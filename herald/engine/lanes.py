@@ -168,7 +168,7 @@ def round_kept(count: int) -> int:
 
 def round_lanes(count: int) -> int:
     """``count`` rounded up: fine steps where a lane is a large part of the work, coarse ones above."""
-    for limit, step in ((4, 1), (8, 2), (32, 4), (128, 8)):
+    for limit, step in ((4, 1), (16, 2), (32, 4), (128, 8)):
         if count <= limit:
             return -(-count // step) * step
     return -(-count // 16) * 16

@@ -17,37 +17,43 @@ NO_ID = tl.constexpr(2147483647)
 
 
 @triton.jit
-def _part_kernel(logits, part_peak, part_total, part_id, vocab_size, num_parts, stride, BLOCK: tl.constexpr):
+def _part_kernel(logits, part_peak, part_total, vocab_size, num_parts, stride, BLOCK: tl.constexpr):
+    """Largest value of a part, and its sum of exponentials, NaN where a value is NaN or +inf.
+
+    Where the largest value stands is left to `_join_kernel`, which looks for it in one part of each row:
+    every operation here is made for every logit.
+    """
     LOWEST: tl.constexpr = -3.4028234663852886e38
+    LOG2_E: tl.constexpr = 1.4426950408889634
     target = tl.program_id(0)
     row = (target // num_parts).to(tl.int64)
     ids = (target % num_parts) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-    wrong = (value != value) | (value == float("inf"))
-    bad = tl.max(wrong.to(tl.int32), 0)
-    value = tl.where(wrong, float("-inf"), value)
     peak = tl.max(value, 0)
-    # A finite offset keeps exp(-inf - -inf) out of the sum.
-    total = tl.sum(tl.exp(value - tl.maximum(peak, LOWEST)), 0)
-    winner = tl.min(tl.where((value == peak) & (value > float("-inf")), ids, NO_ID), 0)
+    # A finite offset keeps exp(-inf - -inf) out of the sum; the largest value itself counts exactly 1.
+    total = tl.sum(tl.exp2((value - tl.maximum(peak, LOWEST)) * LOG2_E), 0)
     tl.store(part_peak + target, peak)
-    tl.store(part_total + target, tl.where(bad > 0, float("nan"), total))
-    tl.store(part_id + target, winner)
+    tl.store(part_total + target, total)
 
 
 @triton.jit
-def _join_kernel(part_peak, part_total, part_id, token, confidence, num_parts, BLOCK: tl.constexpr):
+def _join_kernel(
+    logits, part_peak, part_total, token, confidence, vocab_size, num_parts, stride,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, BLOCK)
+    part = tl.arange(0, PARTS)
     source = row * num_parts + part
     inside = part < num_parts
     peak = tl.load(part_peak + source, mask=inside, other=float("-inf"))
     total = tl.load(part_total + source, mask=inside, other=0.0)
-    ids = tl.load(part_id + source, mask=inside, other=NO_ID)
     top = tl.max(peak, 0)
-    winner = tl.min(tl.where(peak == top, ids, NO_ID), 0)
     # Nothing but -inf: the differences below are NaN, and so is the sum. A part with a NaN brings its own.
     share = 1.0 / tl.sum(tl.where(inside, total * tl.exp(peak - top), 0.0), 0)
+    first = tl.min(tl.where(peak == top, part, PARTS), 0) % num_parts * BLOCK
+    ids = first + tl.arange(0, BLOCK)
+    value = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    winner = tl.min(tl.where((value == top) & (ids < vocab_size), ids, NO_ID), 0)
     tl.store(token + row, tl.where(winner == NO_ID, 0, winner).to(tl.int64))
     tl.store(confidence + row, share)
 
@@ -61,18 +67,21 @@ def greedy_confidence(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         block = min(PART, triton.next_power_of_2(vocab_size))
         num_parts = triton.cdiv(vocab_size, block)
         peak = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
-        total, ids = torch.empty_like(peak), torch.empty_like(peak, dtype=torch.int32)
+        total = torch.empty_like(peak)
         _part_kernel[(num_rows * num_parts,)](
-            logits, peak, total, ids, vocab_size, num_parts, logits.stride(0), BLOCK=block, num_warps=4
+            logits, peak, total, vocab_size, num_parts, logits.stride(0), BLOCK=block, num_warps=4
         )
         _join_kernel[(num_rows,)](
+            logits,
             peak,
             total,
-            ids,
             token,
             confidence,
+            vocab_size,
             num_parts,
-            BLOCK=triton.next_power_of_2(num_parts),
-            num_warps=1,
+            logits.stride(0),
+            PARTS=triton.next_power_of_2(num_parts),
+            BLOCK=block,
+            num_warps=4,
         )
     return token, confidence
