@@ -12,7 +12,7 @@ from herald.engine.blocks import BlockTable
 from herald.engine.failures import retrieval_error
 from herald.engine.lanes import StepPlan
 from herald.engine.request import Phase, Request
-from herald.engine.resident import ResidentSet, SetUpdate
+from herald.engine.resident import Arrived, ResidentSet, SetUpdate, put_rows
 from herald.engine.retriever import Retriever, Selection
 from herald.engine.selection_clock import SelectionClock, SelectionTimes
 from herald.engine.staleness import draft_of, draft_was_wrong, follows_many_commits
@@ -67,11 +67,12 @@ class StepPlanner:
         self.trace = trace
         self.clock: SelectionClock | None = None
         self._batch = 0
+        self._arrived: list[Arrived] = []
 
     def plan(self, requests: list[Request], table: BlockTable) -> tuple[StepPlan, list[Part]]:
         """Lanes of all requests; those whose rows cannot be brought are left out, with their `error`."""
         plan, parts = StepPlan(), []
-        self._batch = len(requests)
+        self._batch, self._arrived = len(requests), []
         looks_left = max(4, -(-len(requests) // 4))  # look-aheads are spread over steps
         late = self._late_looks(requests)
         for request in requests:
@@ -85,6 +86,7 @@ class StepPlanner:
             else:
                 looks_left -= part.captures >= 0
                 parts.append(part)
+        put_rows(self._arrived)
         return plan, parts
 
     def _plan_plain(self, request: Request, table: BlockTable, plan: StepPlan) -> Part:
@@ -319,7 +321,8 @@ class StepPlanner:
         request.times = None
 
     def _apply(self, request: Request, update: SetUpdate, block: int) -> None:
-        """Put an update's rows into their slots, and count how long they travelled."""
+        """Take an update's rows, which go into their slots with those of others, and count how long they
+        travelled."""
         assert self.retriever is not None and request.resident is not None
         span = None if update.ticket is None else update.ticket.span
         self._note_arrival(request, None if span is None else span[1])
@@ -331,7 +334,8 @@ class StepPlanner:
                 self.trace.add(Span("transfer", *span, *at, rows=moved, bytes=update.ticket.bytes))
         verify = request.resident.config.verify_transfers
         check = partial(self.retriever.verify, request, update) if verify else None
-        request.resident.apply(update, check)
+        if (arrived := request.resident.accept(update, check)) is not None:
+            self._arrived.append(arrived)
         request.selected_block = block
         request.selection = None
 

@@ -10,7 +10,7 @@ are true rows of the same prefix: attending to them does no harm, and no slot is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -38,6 +38,41 @@ class SetUpdate:
     version: int
     plan: Plan
     ticket: Ticket | None
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Rows of an update that wait in the staging rows of their set.
+
+    Attributes:
+        resident: the set.
+        staging, slots: int64 [n] flat arena rows, on the device: where they are and where they belong.
+    """
+
+    resident: ResidentSet
+    staging: torch.Tensor
+    slots: torch.Tensor
+
+
+def put_rows(arrived: Sequence[Arrived]) -> None:
+    """Copy rows into their slots, those of all sets at once. The one place where staged rows are read.
+
+    Args:
+        arrived: of different sets of one arena.
+    """
+    if not arrived:
+        return
+    staging, slots = arrived[0].staging, arrived[0].slots
+    if len(arrived) > 1:
+        staging, slots = (
+            torch.cat([getattr(each, name) for each in arrived]) for name in ("staging", "slots")
+        )
+    arena = arrived[0].resident.arena
+    copy_rows(arena.flat_rows, slots, arena.flat_rows, staging)
+    if arena.poison:
+        for resident in (each.resident for each in arrived):
+            begin = resident.row_start + resident.num_slots
+            arena.rows[:, :, begin : begin + resident.num_staging].fill_(float("nan"))
 
 
 def set_size(config: OffloadConfig, block_length: int, prefix: int) -> int:
@@ -236,29 +271,31 @@ class ResidentSet:
         """The first ``prefix`` slots hold positions 0, 1, ... in order, in every layer and head."""
         self.length = self.prefix = prefix
 
-    def apply(self, update: SetUpdate, check: Callable[[], None] | None = None) -> None:
-        """Put arrived rows into their slots. The one place where a staged row is read.
+    def accept(self, update: SetUpdate, check: Callable[[], None] | None = None) -> Arrived | None:
+        """Make an update's positions the set's. Its rows must be put into their slots, by `put_rows`, before
+        anything attends to the set or anything else is brought for it.
 
-        Later work on the compute stream waits for the transfer's event before it copies.
+        Later work on the compute stream waits for the transfer's event.
 
         Args:
             update: made against this version of the set.
-            check: compares the staged rows with what was sent, before they are copied.
+            check: compares the staged rows with what was sent.
+
+        Returns:
+            The rows, None where nothing arrived.
         """
         with self._lock:
             if update.version != self.version:
                 raise ValueError(f"update of version {update.version} against version {self.version}")
+            arrived = None
             if update.ticket is not None:
                 update.ticket.wait_device()
                 if check is not None:
                     check()
-                staging, slots = update.ticket.device_rows()
-                copy_rows(self.arena.flat_rows, slots, self.arena.flat_rows, staging)
-                if self.arena.poison:
-                    begin = self.row_start + self.num_slots
-                    self.arena.rows[:, :, begin : begin + self.num_staging].fill_(float("nan"))
+                arrived = Arrived(self, *update.ticket.device_rows())
             self._positions = update.plan.positions
             self.version += 1
+        return arrived
 
     def next_rows(self) -> np.ndarray:
         """Flat arena rows, int64 [layers * kv_heads * B], of the B slots that follow the set."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from herald.config import OffloadConfig
 from herald.engine import engine as engine_module
+from herald.engine import planner, resident
 from herald.engine.blocks import BlockTable
 from herald.engine.decoder import MAX_AHEAD, MAX_UNDER_WAY, Decoder
 from herald.engine.engine import Engine
@@ -21,10 +23,11 @@ from herald.engine.planner import Part, StepPlanner
 from herald.engine.program import StepProgram
 from herald.engine.reports import StepReport
 from herald.engine.request import Phase, Request
+from herald.engine.resident import Arrived
 from herald.errors import RetrievalFailed
 from herald.sampling_params import SamplingParams
 from tests.engine.conftest import DENSE, MakeEngine
-from tests.engine.support import random_prompt, run, tokens
+from tests.engine.support import check_resident_rows, leaks, random_prompt, run, tokens
 
 SPARSE = OffloadConfig(kv_budget=0.2, sink_rows=2, recent_rows=8, min_resident_rows=16)
 PARAMS = SamplingParams(max_tokens=56, ignore_eos=True, confidence_threshold=None, denoising_steps=8)
@@ -247,3 +250,35 @@ def test_the_models_device_is_current_in_a_step(
     monkeypatch.setattr(engine_module, "current_device", noted)
     monkeypatch.setattr(StepProgram, "_run", watched)
     assert tokens(run(engine, [random_prompt(90, 1)], PARAMS)) and not current
+
+
+def test_rows_of_requests_that_begin_together_go_in_together(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One copy a step, whatever number of sets it is for, and each row where its set says."""
+    engine = make_engine("sdar_b8", SPARSE)
+    sets: list[int] = []
+    copies: list[int] = []
+    put, copy_rows = planner.put_rows, resident.copy_rows
+
+    def putting(arrived: list[Arrived]) -> None:
+        sets.append(len(arrived))
+        put(arrived)
+
+    def copying(dst: torch.Tensor, dst_rows: torch.Tensor, src: torch.Tensor, src_rows: torch.Tensor) -> None:
+        copies.append(dst_rows.numel())
+        copy_rows(dst, dst_rows, src, src_rows)
+
+    monkeypatch.setattr(planner, "put_rows", putting)
+    monkeypatch.setattr(resident, "copy_rows", copying)
+    compared: list[int] = []
+    prompts = [random_prompt(length, length) for length in (184, 208, 240, 272, 304)]
+    run(
+        engine,
+        prompts,
+        replace(PARAMS, denoising_steps=2),
+        lambda live: compared.append(check_resident_rows(engine, live)),
+    )
+    assert sum(compared) > 1000 and not leaks(engine)
+    assert max(sets) > 1
+    assert len(copies) == sum(count > 0 for count in sets) and min(copies) > 0

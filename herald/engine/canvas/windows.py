@@ -18,6 +18,7 @@ from herald.engine.lanes import next_power_of_2
 from herald.engine.prefill import asking
 from herald.engine.program import HEAD_LANES
 from herald.engine.reports import ReportPool
+from herald.engine.resident import put_rows
 from herald.engine.retriever import Retriever
 from herald.engine.runner import LaneRunner
 from herald.engine.trace import Span, Trace
@@ -120,7 +121,8 @@ class Windows:
         request.counters.exposed_seconds += end - start
         self.trace.add(Span("wait", start, end, request.request_id, request.block))
         verify = partial(retriever.verify, request, update) if resident.config.verify_transfers else None
-        resident.apply(update, verify)
+        if (arrived := resident.accept(update, verify)) is not None:
+            put_rows([arrived])
         request.selection = None
 
     def _refreshes(self, request: CanvasRequest) -> bool:
