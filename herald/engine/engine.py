@@ -17,7 +17,7 @@ from herald.engine.blocks import to_device
 from herald.engine.decoder import MAX_UNDER_WAY, Decoder
 from herald.engine.failures import retrieval_error, step_error
 from herald.engine.intake import Intake
-from herald.engine.limits import check_page, check_prompt, offload_for, offload_of
+from herald.engine.limits import check_page, check_prompt, model_len, offload_for, offload_of
 from herald.engine.lookahead import LateLookahead
 from herald.engine.memory import EngineMemory, HostStore
 from herald.engine.memory_needs import memory_needs
@@ -72,6 +72,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.offload = offload = offload_for(model.config, offload)
         self.config = config
+        self._max_model_len = model_len(model.config, config.max_model_len)
         self.trace = Trace(device=model.device)
         self.memory = EngineMemory(model, offload, poison)
         self.prefixes = SharedPrefixes(self.memory, config.prefill_chunk)
@@ -92,8 +93,7 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         """Positions a request may use."""
-        limit = self.model.config.max_positions
-        return min(self.config.max_model_len or limit, limit)
+        return self._max_model_len
 
     def add_request(
         self, prompt_ids: list[int], params: SamplingParams, prompt: str | None = None, request_id: str = ""

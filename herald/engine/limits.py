@@ -94,6 +94,22 @@ def offload_for(config: ModelConfig, offload: OffloadConfig) -> OffloadConfig:
     return replace(offload, refresh_commits=0.0) if config.full_attention or config.noise else offload
 
 
+def model_len(config: ModelConfig, wanted: int) -> int:
+    """Positions a request may use, where the user asked for ``wanted``, 0 for all that the model has.
+
+    Raises:
+        InvalidOption: the model has fewer; names the option that gives it more.
+    """
+    limit = config.max_positions
+    if wanted > limit:
+        raise InvalidOption(
+            f"max_model_len={wanted:,} is more than the model's {limit:,} positions",
+            f"use at most {limit:,}, or {_allowing(wanted, limit, config)}",
+            "max_model_len",
+        )
+    return wanted or limit
+
+
 def check_positions(positions: int, limit: int, config: ModelConfig) -> None:
     """Refuse more positions than ``limit``.
 

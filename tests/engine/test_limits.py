@@ -83,3 +83,20 @@ def test_the_room_for_an_output_is_all_there_is(folder: str, limit: int) -> None
             with pytest.raises(PromptTooLong):
                 engine.new_request([1] * length, replace(params, max_tokens=room + 1))
     engine.close()
+
+
+def test_more_positions_than_the_model_has_are_refused() -> None:
+    """Not cut to what it has: who asks for more means to use them."""
+    model = golden_model("sdar_b8")
+    limit = model.config.max_positions
+    with pytest.raises(InvalidOption, match=f"max_model_len={limit + 1:,} ") as caught:
+        make_engine(
+            model, Tokenizer(GOLDEN / "sdar_b8"), DENSE, EngineConfig(max_model_len=limit + 1), seed=0
+        )
+    assert "yarn:2" in caught.value.remedy
+    for wanted in (0, limit):
+        engine = make_engine(
+            model, Tokenizer(GOLDEN / "sdar_b8"), DENSE, EngineConfig(max_model_len=wanted), seed=0
+        )
+        assert engine.max_model_len == limit
+        engine.close()

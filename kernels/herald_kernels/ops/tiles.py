@@ -137,16 +137,18 @@ def expert_tiles(
     Args:
         shared_bytes: of a multiprocessor, for one program: where the tiles for so many pairs need more, those
             for fewer are taken, or the first for more that fit.
+
+    Raises:
+        ValueError: none fits.
     """
     if dtype == torch.float32:
         return EXPERTS_EXACT
     place = next(i for i, (most, _) in enumerate(EXPERTS) if pairs_an_expert <= most)
     in_turn = (*reversed(EXPERTS[: place + 1]), *EXPERTS[place + 1 :])
-    return next(
-        pair
-        for _, pair in in_turn
-        if max(product_bytes(pair[0], 2), product_bytes(pair[1], 1)) <= shared_bytes
-    )
+    for _, (gate_up, down) in in_turn:
+        if max(product_bytes(gate_up, 2), product_bytes(down, 1)) <= shared_bytes:
+            return gate_up, down
+    raise ValueError(f"no tile of expert_mlp fits into {shared_bytes:,} bytes of shared memory")
 
 
 def product_bytes(tile: ProductTiles, parts: int) -> int:
