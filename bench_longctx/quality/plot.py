@@ -1,6 +1,8 @@
 """Scores by task and method, at one length and budget, as a picture.
 
-python -m bench_longctx.quality.plot bench_longctx/results/quality_methods.json --out scores.png
+python -m bench_longctx.quality.plot bench_longctx/results/quality_methods.json --out scores.png \\
+    --methods lookahead_hold own_step0 previous_block page_bounds centre
+python -m bench_longctx.quality.plot bench_longctx/results/quality_index.json --out index.png
 """
 
 from __future__ import annotations
@@ -18,25 +20,40 @@ from herald.errors import UsageError
 _LABELS = {
     "dense": "full KV",
     "lookahead_hold": "look-ahead, both rules (default)",
+    "own_hold": "the rules without look-ahead",
     "lookahead_1": "look-ahead alone",
+    "lookahead_late": "look-ahead alone, late",
+    "lookahead_refresh": "look-ahead and a refresh",
     "own_step0": "own queries at the boundary",
     "previous_block": "queries of the block before",
     "page_bounds": "page bounds",
+    "partial_keys": "partial keys",
     "centre": "centre query, 1.75 x the rows",
+    "window_sinks": "sinks and recent rows",
 }
 # Full KV is what the others are held against.
 _FULL = "0.6"
 
 
-def series_of(cells: Cells, length: int, budget: float) -> dict[str, dict[str, float]]:
+def series_of(
+    cells: Cells, length: int, budget: float, only: Sequence[str] = ()
+) -> dict[str, dict[str, float]]:
     """{label of a method: {task: score in percent}} at a length and a budget, `dense` first.
 
     Methods come in the order of the labels above, then by name. Index bits and operator are named where a
     method has several.
 
+    Args:
+        only: names of methods, beside `dense`; empty for all.
+
     Raises:
         UsageError: there are no such cells; names what is there.
     """
+    named = {cell["method"] for cell in cells.values()}
+    if unknown := [name for name in only if name not in named]:
+        raise UsageError(f"{unknown[0]!r} is no method of this report", f"use {', '.join(sorted(named))}")
+    if only:
+        cells = {key: cell for key, cell in cells.items() if cell["method"] in ("dense", *only)}
     there = [
         cell
         for cell in cells.values()
@@ -68,8 +85,10 @@ def _variant(cell: dict[str, Any]) -> str:
     return f"{cell['index_bits']}-bit, {cell['operator']}{step}"
 
 
-def save_plot(cells: Cells, tasks: Sequence[str], length: int, budget: float, path: Path) -> None:
-    """Write a group of bars a task, one bar a method, into ``path``; its folder is made.
+def save_plot(
+    cells: Cells, tasks: Sequence[str], length: int, budget: float, path: Path, only: Sequence[str] = ()
+) -> None:
+    """Write a group of bars a task, one bar a method, into ``path``; its folder is made. See `series_of`.
 
     Raises:
         UsageError: there are no such cells, or ``path`` cannot be written.
@@ -79,7 +98,7 @@ def save_plot(cells: Cells, tasks: Sequence[str], length: int, budget: float, pa
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    series = series_of(cells, length, budget)
+    series = series_of(cells, length, budget, only)
     shown = [task for task in tasks if any(task in scores for scores in series.values())]
     width = 0.85 / len(series)
     figure, axes = pyplot.subplots(figsize=(9.5, 3.8), layout="constrained")
@@ -107,10 +126,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the picture, .png or .svg")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--budget", type=float, default=0.05)
+    parser.add_argument("--methods", nargs="+", default=[], help="names, beside dense; all by default")
     args = parser.parse_args(argv)
     try:
         settings, cells = load(args.report)
-        save_plot(cells, settings["tasks"], args.length, args.budget, args.out)
+        save_plot(cells, settings["tasks"], args.length, args.budget, args.out, args.methods)
     except UsageError as error:
         sys.exit(f"error: {error}")
 

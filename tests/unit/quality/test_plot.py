@@ -13,10 +13,12 @@ from herald.errors import UsageError
 MEASURED = Path(__file__).parents[3] / "bench_longctx" / "results" / "quality_methods.json"
 
 
-def test_the_measured_cells_hold_together():
+@pytest.mark.parametrize(("name", "least"), [("quality_methods.json", 206), ("quality_index.json", 52)])
+def test_the_measured_cells_hold_together(name: str, least: int):
     """Scores are means over documents that `dense` saw too, and differences those of the scores."""
-    settings, cells = load(MEASURED)
-    assert len(cells) >= 136
+    path = MEASURED.with_name(name)
+    settings, cells = load(path)
+    assert len(cells) >= least
     for key, cell in cells.items():
         assert len(cell["scores"]) == cell["of"] == settings["count"], key
         assert cell["score"] == pytest.approx(sum(cell["scores"]) / cell["of"], abs=1e-5)
@@ -24,7 +26,7 @@ def test_the_measured_cells_hold_together():
         assert expected is None if cell["method"] == "dense" else expected is not None, key
         if expected is not None:
             assert cell["difference"] == pytest.approx(expected, abs=1e-3), key
-    _, jobs = repeated(MEASURED)
+    _, jobs = repeated(path)
     assert {job.key(task) for job, tasks in jobs.items() for task in tasks} == set(cells)
 
 
@@ -41,9 +43,20 @@ def test_series_are_the_scores_of_one_length_and_budget():
     assert again["look-ahead, both rules (default), 4-bit, max"] == {"chain": 50.0}
     assert again["look-ahead, both rules (default), 8-bit, max"] == series["look-ahead, both rules (default)"]
     with pytest.raises(
-        UsageError, match=r"--length 8192 --budget 0.3; use one of --length 8192 --budget 0.05"
+        UsageError, match=r"--length 8192 --budget 0.3; use one of --length 8192 --budget 0.02"
     ):
         plot.series_of(cells, 8192, 0.3)
+
+
+def test_some_methods_alone():
+    _, cells = load(MEASURED)
+    assert list(plot.series_of(cells, 8192, 0.05, ["centre", "own_step0"])) == [
+        "full KV",
+        "own queries at the boundary",
+        "centre query, 1.75 x the rows",
+    ]
+    with pytest.raises(UsageError, match="'center' is no method of this report; use centre, dense, "):
+        plot.series_of(cells, 8192, 0.05, ["center"])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture):
