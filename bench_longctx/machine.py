@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,10 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "transformers", "cupy-cuda13x",
 
 
 def describe() -> dict[str, Any]:
-    """CPU, memory, GPU and package versions as plain JSON values. Sizes in bytes."""
+    """Commit, CPU, memory, GPU and package versions as plain JSON values. Sizes in bytes.
+
+    The commit is that of the checkout, with "-dirty" where files differ from it; None outside of one.
+    """
     from herald.hardware import cpu_features, usable_cores
 
     gpu = None
@@ -25,6 +30,7 @@ def describe() -> dict[str, Any]:
             "multiprocessors": props.multi_processor_count,
         }
     return {
+        "commit": _commit(),
         "cpu": _cpu_name(),
         "cores": usable_cores(),
         "cpu_features": sorted(f for f in cpu_features() if f.startswith(("avx512", "amx", "avx2"))),
@@ -34,6 +40,15 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: v for name in PACKAGES if (v := _version(name))},
     }
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 def _cpu_name() -> str:

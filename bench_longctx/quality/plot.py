@@ -1,7 +1,7 @@
 """Scores by task and method, at one length and budget, as a picture.
 
 python -m bench_longctx.quality.plot bench_longctx/results/quality_methods.json --out scores.png \\
-    --methods lookahead_hold own_step0 previous_block page_bounds centre
+    --methods lookahead_hold lookahead_1 own_step0 previous_block page_bounds partial_keys centre window_sinks
 python -m bench_longctx.quality.plot bench_longctx/results/quality_index.json --out index.png
 """
 
@@ -19,7 +19,7 @@ from herald.errors import UsageError
 
 _LABELS = {
     "dense": "full KV",
-    "lookahead_hold": "look-ahead, both rules (default)",
+    "lookahead_hold": "look-ahead, both rules",
     "own_hold": "the rules without look-ahead",
     "lookahead_1": "look-ahead alone",
     "lookahead_late": "look-ahead alone, late",
@@ -31,8 +31,9 @@ _LABELS = {
     "centre": "centre query, 1.75 x the rows",
     "window_sinks": "sinks and recent rows",
 }
-# Full KV is what the others are held against.
+# Full KV is what the others are held against: the one grey.
 _FULL = "0.6"
+_COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9", "k", "navy", "gold", "salmon", "darkgreen")
 
 
 def series_of(
@@ -49,9 +50,10 @@ def series_of(
     Raises:
         UsageError: there are no such cells; names what is there.
     """
-    named = {cell["method"] for cell in cells.values()}
+    named = sorted({cell["method"] for cell in cells.values()} - {"dense"})
     if unknown := [name for name in only if name not in named]:
-        raise UsageError(f"{unknown[0]!r} is no method of this report", f"use {', '.join(sorted(named))}")
+        remedy = f"use {', '.join(named)}; dense comes by itself"
+        raise UsageError(f"{unknown[0]!r} is no method to show beside dense", remedy)
     if only:
         cells = {key: cell for key, cell in cells.items() if cell["method"] in ("dense", *only)}
     there = [
@@ -103,9 +105,15 @@ def save_plot(
     width = 0.85 / len(series)
     figure, axes = pyplot.subplots(figsize=(9.5, 3.8), layout="constrained")
     for number, (label, scores) in enumerate(series.items()):
-        colour = _FULL if number == 0 and label == _LABELS["dense"] else f"C{number - 1}"
+        full = number == 0 and label == _LABELS["dense"]
+        colour = _FULL if full else _COLOURS[(number - 1) % len(_COLOURS)]
         at = [place + width * (number - (len(series) - 1) / 2) for place in range(len(shown))]
         axes.bar(at, [scores.get(task, 0.0) for task in shown], width, label=label, color=colour)
+        for place, task in zip(at, shown, strict=True):
+            if task not in scores:
+                axes.text(
+                    place, 1, "not run", fontsize=6, rotation=90, ha="center", va="bottom", color=colour
+                )
     axes.set(ylabel="score, %", ylim=(0, 101), xticks=range(len(shown)))
     axes.set_xticklabels([Path(task).stem for task in shown])
     axes.grid(alpha=0.3, axis="y")

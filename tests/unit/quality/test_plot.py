@@ -13,7 +13,14 @@ from herald.errors import UsageError
 MEASURED = Path(__file__).parents[3] / "bench_longctx" / "results" / "quality_methods.json"
 
 
-@pytest.mark.parametrize(("name", "least"), [("quality_methods.json", 206), ("quality_index.json", 52)])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("quality_methods.json", 206),
+        ("quality_index.json", 53),
+        *((f"quality_pairs_seed{seed}.json", 3) for seed in range(8, 12)),
+    ],
+)
 def test_the_measured_cells_hold_together(name: str, least: int):
     """Scores are means over documents that `dense` saw too, and differences those of the scores."""
     path = MEASURED.with_name(name)
@@ -36,12 +43,12 @@ def test_series_are_the_scores_of_one_length_and_budget():
     assert next(iter(series)) == "full KV" and len(series) >= 7
     assert all(set(scores) == set(settings["tasks"]) for scores in series.values())
     cell = cells["lookahead_hold 0.05 8192 8 max 0 chain"]
-    assert series["look-ahead, both rules (default)"]["chain"] == 100 * cell["score"]
+    assert series["look-ahead, both rules"]["chain"] == 100 * cell["score"]
     # the same method with another index is a bar of its own
     more = {**cells, "more": {**cell, "index_bits": 4, "score": 0.5}}
     again = plot.series_of(more, 8192, 0.05)
-    assert again["look-ahead, both rules (default), 4-bit, max"] == {"chain": 50.0}
-    assert again["look-ahead, both rules (default), 8-bit, max"] == series["look-ahead, both rules (default)"]
+    assert again["look-ahead, both rules, 4-bit, max"] == {"chain": 50.0}
+    assert again["look-ahead, both rules, 8-bit, max"] == series["look-ahead, both rules"]
     with pytest.raises(
         UsageError, match=r"--length 8192 --budget 0.3; use one of --length 8192 --budget 0.02"
     ):
@@ -55,8 +62,28 @@ def test_some_methods_alone():
         "own queries at the boundary",
         "centre query, 1.75 x the rows",
     ]
-    with pytest.raises(UsageError, match="'center' is no method of this report; use centre, dense, "):
-        plot.series_of(cells, 8192, 0.05, ["center"])
+    for name in ("center", "dense"):
+        with pytest.raises(UsageError, match=f"'{name}' is no method to show beside dense; use centre, look"):
+            plot.series_of(cells, 8192, 0.05, [name])
+
+
+def test_a_task_that_was_not_run_is_no_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A missing score would look like a score of 0; and no two methods have the same colour."""
+    from matplotlib.figure import Figure
+
+    settings, cells = load(MEASURED)
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw))
+    )
+    fewer = {key: cell for key, cell in cells.items() if (cell["method"], cell["task"]) != ("centre", "json")}
+    for number, some in enumerate((cells, fewer)):
+        plot.save_plot(some, settings["tasks"], 8192, 0.05, tmp_path / "scores.png")
+        axes = figures[-1].axes[0]
+        assert sum(text.get_text() == "not run" for text in axes.texts) == number
+        colours = [bars[0].get_facecolor() for bars in axes.containers]
+        assert len(set(colours)) == len(colours) >= 12
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture):
