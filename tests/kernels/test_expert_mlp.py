@@ -163,3 +163,8 @@ def test_tiles_fit_into_smaller_devices(shared: int) -> None:
         assert gate_up.rows == down.rows
         rows.append(gate_up.rows)
     assert rows[-1] == (128 if shared == 227 << 10 else 64)
+
+
+def test_a_device_without_room_for_any_tile_is_named() -> None:
+    with pytest.raises(ValueError, match="no tile of expert_mlp fits into 1,024 bytes"):
+        tiles.expert_tiles(5, torch.bfloat16, 1024)
