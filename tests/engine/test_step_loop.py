@@ -24,7 +24,7 @@ from herald.engine.program import StepProgram
 from herald.engine.reports import StepReport
 from herald.engine.request import Phase, Request
 from herald.engine.resident import Arrived
-from herald.errors import RetrievalFailed
+from herald.errors import RetrievalFailed, TransferCorrupted
 from herald.sampling_params import SamplingParams
 from tests.engine.conftest import DENSE, MakeEngine
 from tests.engine.support import check_resident_rows, leaks, random_prompt, run, tokens
@@ -282,3 +282,31 @@ def test_rows_of_requests_that_begin_together_go_in_together(
     assert sum(compared) > 1000 and not leaks(engine)
     assert max(sets) > 1
     assert len(copies) == sum(count > 0 for count in sets) and min(copies) > 0
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_rows_of_others_go_in_though_a_requests_are_wrong(make_engine: MakeEngine, failing: int) -> None:
+    """A check that fails in a step ends its request; who shares that step's copy has true rows."""
+    engine = make_engine("sdar_b8", replace(SPARSE, verify_transfers=True))
+    prompts = [random_prompt(length, length) for length in (184, 208, 240)]
+    params = replace(PARAMS, denoising_steps=2)
+    whole = tokens(run(engine, prompts, params))
+    retriever = engine.retriever
+    assert retriever is not None
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    verify, wrong, compared = retriever.verify, [], 0
+
+    def failing_once(request: Request, update: resident.SetUpdate) -> None:
+        verify(request, update)
+        if request is requests[failing] and request.block >= 2 and not wrong:
+            wrong.append(request)
+            raise TransferCorrupted("planted", "none")
+
+    retriever.verify = failing_once  # type: ignore[method-assign]
+    while not all(request.phase is Phase.FINISHED for request in requests):
+        engine.step()
+        compared += check_resident_rows(engine, [r for r in requests if r.phase is not Phase.FINISHED])
+    assert wrong == [requests[failing]] and isinstance(requests[failing].error, TransferCorrupted)
+    others = [number for number in range(3) if number != failing]
+    assert [list(requests[number].output_ids) for number in others] == [whole[number] for number in others]
+    assert compared > 1000 and not leaks(engine)
