@@ -233,8 +233,8 @@ class EngineConfig:
 
     Args:
         max_num_seqs: requests that decode at the same time.
-        max_model_len: positions a request may use (prompt + output), 0 for the model's limit; more than that is
-            refused.
+        max_model_len: positions a request may use (prompt + output), 0 for the model's limit; more
+            than that is refused.
         prefill_chunk: positions a prefill unit covers, rounded down to whole blocks. Shared prefixes are cut
             alike, so it is one number for all prompts; a smaller one holds running answers up less.
         tokens_per_step: prompt tokens that run between two decode steps, together with the positions of the
