@@ -1,0 +1,83 @@
+"""Every benchmark refuses a report that it could not write, and ends with one line where it fails."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bench_longctx import output
+from herald.errors import HeraldError, UsageError
+
+
+def unwritable(folder: Path) -> dict[str, Path]:
+    """Files that cannot be written, by what is wrong with them."""
+    (folder / "file").touch()
+    (folder / "loop").symlink_to(folder / "loop")
+    os.mkfifo(folder / "pipe")
+    return {
+        "no folder": folder / "missing" / "out.json",
+        "is no folder": folder / "file" / "out.json",
+        "it is a folder": folder,
+        "not a regular file": Path("/dev/full"),
+        "not a regular file, a pipe": folder / "pipe",
+        "too long": folder / ("n" * 300),
+        "null byte": folder / "a\0b",
+        "symbolic links": folder / "loop",
+    }
+
+
+def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    for wrong, path in unwritable(tmp_path).items():
+        with pytest.raises(UsageError, match="--out .*; name another file") as caught:
+            output.check_file(path, "--out")
+        assert wrong.split(",")[0] in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UsageError, match="Permission denied"):
+        output.check_file(tmp_path / "out.json")
+
+
+def test_what_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("held")
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    for path in (None, tmp_path / "there", tmp_path / "new", tmp_path / "link"):
+        output.check_file(path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "there"]
+    assert (tmp_path / "there").read_text() == "held"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        (None, 0, ""),
+        (UsageError("3 is\nwrong", "use 4"), 2, "error: 3 is wrong; use 4\n"),
+        (HeraldError("full", "use less"), 2, "error: full; use less\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (OSError(28, "No space left"), 1, "error: [Errno 28] No space left\n"),
+    ],
+)
+def test_a_benchmark_ends_with_a_line_and_a_code(
+    raised: BaseException | None, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @output.command
+    def main() -> int:
+        if raised is not None:
+            raise raised
+        return 0
+
+    assert main() == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_fault_keeps_its_traceback() -> None:
+    @output.command
+    def main() -> int:
+        raise ValueError("of the benchmark itself")
+
+    with pytest.raises(ValueError, match="itself"):
+        main()
