@@ -38,7 +38,11 @@ def _problem(path: Path) -> str | None:
         target = Path(os.path.realpath(path))
         there = target.exists()
         if not there and not target.parent.is_dir():
-            return f"{target.parent} is no folder" if target.parent.exists() else f"no folder {target.parent}"
+            return (
+                f"{target.parent} is no folder"
+                if target.parent.exists()
+                else f"there is no folder {target.parent}"
+            )
         if target.is_dir():
             return "it is a folder"
         if there and not target.is_file():  # a device takes what is written and keeps nothing, a pipe waits

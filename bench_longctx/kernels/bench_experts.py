@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from bench_longctx import output
+from bench_longctx.options import need_cuda
 
 if TYPE_CHECKING:
     import torch
@@ -192,6 +194,7 @@ def tune(layer: Layer, all_tokens: tuple[int, ...], limit: int) -> list[dict[str
     return found
 
 
+@output.command
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; 0 when kernels agree with their references and figures were taken."""
     parser = argparse.ArgumentParser(
@@ -202,13 +205,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes, also on a CPU")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args(arguments)
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    output.check_file(options.json)
+    device = "cuda" if need_cuda(options.tiny, "use --tiny, which runs in Triton's interpreter") else "cpu"
     if device == "cpu":
-        if not options.tiny:
-            print("error: no CUDA device is visible; --tiny runs in Triton's interpreter", file=sys.stderr)
-            return 2
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["HERALD_KERNELS"] = "triton"
 
@@ -230,8 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.tune:
         tuned = TINY_TOKENS[:1] if options.tiny else TUNED_TOKENS
         report["variants"] = tune(layer, tuned, 2 if options.tiny else 1000)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    output.write_report(options.json, report)
     return 0
 
 

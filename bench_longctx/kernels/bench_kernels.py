@@ -16,11 +16,13 @@ device it runs the Triton kernels in their interpreter, and the times mean nothi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from bench_longctx import output
+from bench_longctx.options import need_cuda
 
 PARTS = ("attention", "prefill", "fusion", "small", "products")
 TUNED = ("attention", "small", "step")
@@ -44,16 +46,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+@output.command
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; 0 when kernels agree with their references and figures were taken."""
     options = parse(arguments)
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    output.check_file(options.json)
+    device = "cuda" if need_cuda(options.tiny, "use --tiny, which runs in Triton's interpreter") else "cpu"
     if device == "cpu":
-        if not options.tiny:
-            print("error: no CUDA device is visible; --tiny runs in Triton's interpreter", file=sys.stderr)
-            return 2
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["HERALD_KERNELS"] = "triton"
 
@@ -84,14 +83,13 @@ def main(arguments: list[str] | None = None) -> int:
         figures += taken
         for part in dict.fromkeys(one.part for one in taken):
             print("\n" + timing.table([one for one in taken if one.part == part]), flush=True)
-    if options.json:
-        report: dict[str, Any] = {
-            "machine": machine.describe(),
-            "limits": vars(limits),
-            "figures": [taken.as_json() for taken in figures],
-            "variants": variants,
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report: dict[str, Any] = {
+        "machine": machine.describe(),
+        "limits": vars(limits),
+        "figures": [taken.as_json() for taken in figures],
+        "variants": variants,
+    }
+    output.write_report(options.json, report)
     return 0
 
 

@@ -7,8 +7,12 @@ from typing import Any
 Row = tuple[str, str, str]
 
 
-def render(suites: dict[str, Any]) -> str:
-    """Markdown rows of what the decode, dense and prefill suites found."""
+def render(suites: dict[str, Any], goals: bool = True) -> str:
+    """Markdown rows of what the decode, dense and prefill suites found; empty where they found nothing.
+
+    Args:
+        goals: say what must be reached: with models of full size on the device that the goals are for.
+    """
     rows: list[Row] = []
     runs = suites.get("decode", {}).get("runs", [])
     dense = suites.get("dense", {}).get("runs", [])
@@ -51,8 +55,10 @@ def render(suites: dict[str, Any]) -> str:
         if run["peak_bytes_above_weights"] is not None:
             text += f", {run['peak_bytes_above_weights'] / 1e9:.2f} GB above the weights"
         rows.append((f"prefill, {where}", "395 TFLOP/s", text))
+    if not rows:
+        return ""
     lines = ["| figure | must reach | found |", "|---|---|---|"]
-    return "\n".join(lines + [f"| {name} | {bar} | {text} |" for name, bar, text in rows])
+    return "\n".join(lines + [f"| {name} | {bar if goals else ''} | {text} |" for name, bar, text in rows])
 
 
 def _k(tokens: int) -> str:

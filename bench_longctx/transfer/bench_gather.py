@@ -12,7 +12,6 @@ device's other streams are idle. What each way costs a block that is being denoi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator
@@ -22,8 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench_longctx import machine
+from bench_longctx import machine, output
+from bench_longctx.options import at_least, need_cuda
 from bench_longctx.transfer import variants
+from herald.errors import HeraldError, InvalidOption
 from herald.kvstore import HostSlab
 from herald.transfer import RowMove, StagedTransfer, Transfer, ZeroCopyTransfer, verify_rows
 
@@ -34,14 +35,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pool-mib", type=int, default=4096, help="size of the host pool (default 4096)")
-    parser.add_argument("--move-mib", type=int, default=128, help="bytes of one transfer (default 128)")
+    parser.add_argument(
+        "--pool-mib", type=at_least(1), default=4096, help="size of the host pool (default 4096)"
+    )
+    parser.add_argument(
+        "--move-mib", type=at_least(1), default=128, help="bytes of one transfer (default 128)"
+    )
     parser.add_argument("--row-bytes", type=int, nargs="+", default=[256, 512, 1024])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--blocks", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--shared-kib", type=int, nargs="+", default=[32, 200], help="of a block")
-    parser.add_argument("--pack-threads", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--pack-threads", type=at_least(1), nargs="+", default=[4, 8, 16])
     parser.add_argument("--unsorted", action="store_true", help="ids in random order")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=at_least(1), default=9)
     parser.add_argument("--json", type=Path, help="write the figures there")
     return parser.parse_args(arguments)
 
@@ -104,16 +109,22 @@ def run(options: argparse.Namespace, slab: HostSlab, row_bytes: int) -> Iterator
             }
 
 
+@output.command
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    if not torch.cuda.is_available():
-        print("error: no CUDA device is visible", file=sys.stderr)
-        return 2
+    output.check_file(options.json)
+    if options.move_mib > options.pool_mib:
+        raise InvalidOption(
+            f"--move-mib {options.move_mib} is more than the pool", f"use {options.pool_mib} at most"
+        )
+    need_cuda(False, "run it on a machine with a GPU")
     results = []
     with HostSlab(options.pool_mib << 20, pin=True) as slab:
         if not slab.pinned:
-            print(f"error: the pool is not page-locked ({slab.pin_reason})", file=sys.stderr)
-            return 2
+            raise HeraldError(
+                f"the pool is not page-locked ({slab.pin_reason})",
+                "allow more locked memory, or use a smaller --pool-mib",
+            )
         words = slab.tensor(torch.int64, (slab.num_bytes // 8,))
         torch.arange(len(words), out=words)
         del words
@@ -125,14 +136,13 @@ def main(arguments: list[str] | None = None) -> int:
                         f"{k}={v:.1f}" if isinstance(v, float) else f"{k}={v}" for k, v in result.items()
                     )
                 )
-    if options.json:
-        report = {
-            "machine": machine.describe(),
-            "sorted": not options.unsorted,
-            "move_bytes": options.move_mib << 20,
-            "results": results,
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    report = {
+        "machine": machine.describe(),
+        "sorted": not options.unsorted,
+        "move_bytes": options.move_mib << 20,
+        "results": results,
+    }
+    output.write_report(options.json, report)
     return 0
 
 

@@ -9,8 +9,8 @@ figure that decides is `ms_per_gb`: milliseconds of denoising lost to each GB th
 
 Rows are 512 bytes. Each gather kernel is compared with torch's indexing before it is timed, the bulk one
 first of all in a process of its own. A variant that fails is reported and the rest goes on; what no longer
-fits into `--seconds` is left out and named. Without a CUDA device, or with `--tiny`, everything is small;
-without one only the thread that stands for a copy stream is measured.
+fits into `--seconds` is left out and named. With `--tiny` everything is small, and a CUDA device is not
+needed; without one only the thread that stands for a copy stream is measured.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import sys
 import time
 from pathlib import Path
 
-from bench_longctx.transfer.interference import Bench
-from bench_longctx.transfer.report import table
-from bench_longctx.transfer.sections import RUN, SECTIONS, probe, run_probe
+from bench_longctx import output
+from bench_longctx.options import at_least, need_cuda, seconds
+from bench_longctx.transfer.report import SECTIONS, table
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -32,14 +32,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the figures there, after every section")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that everything runs")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 20], help="batch sizes of a step")
-    parser.add_argument("--seconds", type=float, default=140, help="begin no variant later (default 140)")
+    parser.add_argument(
+        "--requests", type=at_least(1), nargs="+", default=[1, 8, 20], help="batch sizes of a step"
+    )
+    parser.add_argument("--seconds", type=seconds, default=140.0, help="begin no variant later (default 140)")
     parser.add_argument("--probe", action="store_true", help="only check the bulk kernel, then end")
     return parser.parse_args(arguments)
 
 
+@output.command
 def main(arguments: list[str] | None = None) -> int:
+    """Run the sections and print their table."""
     options = parse(arguments)
+    output.check_file(options.json)
+    if options.probe:
+        need_cuda(False, "leave --probe out: what it checks is a kernel of the device")
+    need_cuda(options.tiny)
+
+    from bench_longctx.transfer.interference import Bench
+    from bench_longctx.transfer.sections import RUN, probe, run_probe
+
     bench = Bench(options)
     if options.probe:
         probe(bench)

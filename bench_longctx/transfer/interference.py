@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench_longctx import machine
+from bench_longctx import machine, output
 from bench_longctx.transfer import variants
 from bench_longctx.transfer.beside import run_beside
 from bench_longctx.transfer.denoising_step import TINY, DenoisingStep, StepShape, Weights
 from bench_longctx.transfer.movers import CopyMover, GatherMover, Mover, TransferMover
 from bench_longctx.transfer.report import Result, line
+from herald.errors import HeraldError
 from herald.kvstore import HostSlab
 from herald.transfer import (
     GatherKernel,
@@ -52,7 +52,9 @@ class Bench:
         rng = np.random.default_rng(0)
         self.slab = HostSlab((64 << 20) if self.tiny else (8 << 30), pin=self.cuda)
         if self.cuda and not self.slab.pinned:
-            raise RuntimeError(f"the pool is not page-locked ({self.slab.pin_reason})")
+            raise HeraldError(
+                f"the pool is not page-locked ({self.slab.pin_reason})", "allow more locked memory"
+            )
         words = self.slab.tensor(torch.int64, (self.slab.num_bytes // 8,))
         torch.arange(len(words), out=words)
         self.pool = words.view(-1, ROW_BYTES // 8)
@@ -92,14 +94,13 @@ class Bench:
         print(line(result), flush=True)
 
     def write(self) -> None:
-        if self.options.json:
-            report = {
-                "machine": machine.describe(),
-                "tiny": self.tiny,
-                "seconds": round(time.perf_counter() - self.started, 1),
-                "results": self.results,
-            }
-            self.options.json.write_text(json.dumps(report, indent=1) + "\n")
+        report = {
+            "machine": machine.describe(),
+            "tiny": self.tiny,
+            "seconds": round(time.perf_counter() - self.started, 1),
+            "results": self.results,
+        }
+        output.write_report(self.options.json, report)
 
     def rate(self, make: MakeMover) -> Iterator[Result]:
         """GB/s of loads with the device idle, by their own times."""

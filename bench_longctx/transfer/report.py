@@ -6,6 +6,8 @@ import statistics
 from typing import Any
 
 Result = dict[str, Any]
+# In the order in which they run; the last one is the likeliest to upset the driver.
+SECTIONS = ("pool", "alone", "beside", "partition")
 
 
 def line(result: Result) -> str:

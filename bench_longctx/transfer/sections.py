@@ -15,7 +15,7 @@ import torch
 from bench_longctx.transfer import host_pool, variants
 from bench_longctx.transfer.denoising_step import DenoisingStep
 from bench_longctx.transfer.interference import ROW_BYTES, Bench, MakeMover
-from bench_longctx.transfer.report import Result
+from bench_longctx.transfer.report import SECTIONS, Result
 from bench_longctx.transfer.sm_partition import GreenContext, cublas_sms, torch_carveout
 from herald.transfer import GatherKernel, RowMove, ZeroCopyTransfer
 from herald.transfer.zero_copy import LAUNCH_BYTES
@@ -240,6 +240,4 @@ def triton_in_green(bench: Bench) -> Result:
     return {"ok": torch.equal(dst, src)}
 
 
-# In the order in which they run; the last one is the likeliest to upset the driver.
-RUN = {"pool": run_pool, "alone": run_alone, "beside": run_beside_steps, "partition": run_partition}
-SECTIONS = tuple(RUN)
+RUN = dict(zip(SECTIONS, (run_pool, run_alone, run_beside_steps, run_partition), strict=True))

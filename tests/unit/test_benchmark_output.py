@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ def unwritable(folder: Path) -> dict[str, Path]:
     (folder / "loop").symlink_to(folder / "loop")
     os.mkfifo(folder / "pipe")
     return {
-        "no folder": folder / "missing" / "out.json",
+        "there is no folder": folder / "missing" / "out.json",
         "is no folder": folder / "file" / "out.json",
         "it is a folder": folder,
         "not a regular file": Path("/dev/full"),
@@ -81,3 +83,43 @@ def test_a_fault_keeps_its_traceback() -> None:
 
     with pytest.raises(ValueError, match="itself"):
         main()
+
+
+BENCHMARKS = (
+    "throughput.run",
+    "kernels.bench_kernels",
+    "kernels.bench_experts",
+    "selection.bench_select",
+    "transfer.bench_gather",
+    "transfer.bench_interference",
+)
+
+
+def main_of(name: str) -> Callable[[list[str]], int]:
+    main: Callable[[list[str]], int] = import_module(f"bench_longctx.{name}").main
+    return main
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_tries_its_file_first(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [] if name == "transfer.bench_gather" else ["--tiny"]
+    for wrong, path in unwritable(tmp_path).items():
+        assert main_of(name)(["--json", str(path), *options]) == output.REFUSED
+        shown = capsys.readouterr()
+        assert shown.err.startswith("error: --json ") and wrong.split(",")[0] in shown.err
+        assert shown.err.count("\n") == 1 and shown.out == ""
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_can_be_interrupted(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(path: Path | None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(output, "check_file", interrupt)
+    options = [] if name == "transfer.bench_gather" else ["--tiny"]
+    assert main_of(name)(options) == output.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from bench_longctx.transfer import variants
 from bench_longctx.transfer.bench_interference import main
@@ -60,7 +61,7 @@ def test_every_section_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_variant_without_time_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--tiny", "--only", "alone", "--seconds", "0"])
+    main(["--tiny", "--only", "alone", "--seconds", "1e-9"])
     assert "left out: no time" in capsys.readouterr().out
 
 
@@ -68,3 +69,29 @@ def test_the_table_begins_with_the_cheapest() -> None:
     cell = {"section": "beside", "slowdown_percent": 1.0, "gb_per_s": 20.0, "requests": 1}
     text = table([cell | {"what": "dear", "ms_per_gb": 9.0}, cell | {"what": "cheap", "ms_per_gb": 0.5}])
     assert text.index("cheap") < text.index("dear")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["--requests", "0"], ["--requests", "8", "-1"], ["--requests", "many"]),
+        *(["--seconds", "0"], ["--seconds", "-3"], ["--seconds", "nan"], ["--seconds", "inf"]),
+    ],
+)
+def test_sizes_that_measure_nothing_are_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--tiny", *options])
+    assert caught.value.code == 2
+    assert f"argument {options[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--only", "pool"], ["--probe"], ["--probe", "--tiny"]])
+def test_without_a_device_only_tiny_sizes_run(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(options) == 2
+    told = "leave --probe out" if "--probe" in options else "use --tiny"
+    assert f"error: no CUDA device is visible; {told}" in capsys.readouterr().err
