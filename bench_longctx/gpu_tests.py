@@ -8,7 +8,6 @@ They are spread over ``--jobs`` processes; those that time copies run alone afte
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from bench_longctx import machine
+from bench_longctx import machine, output
 
 PATHS = ["tests/kernels", "tests/unit", "tests/engine", "tests/gpu"]
 
@@ -59,23 +58,25 @@ def run_pytest(paths: list[str], marks: str, jobs: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+@output.command
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="*")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    output.check_file(args.json)
     paths = args.paths or PATHS
     runs: list[dict[str, Any]] = []
     for marks, jobs in (("gpu and not timed", args.jobs), ("gpu and timed", 1)):
         runs.append(run_pytest(paths, marks, jobs))
-        if args.json:  # after each, so that one cut short leaves the other
-            args.json.write_text(json.dumps({"machine": machine.describe(), "runs": runs}, indent=1) + "\n")
+        # after each, so that one cut short leaves the other
+        output.write_report(args.json, {"machine": machine.describe(), "runs": runs})
     failed, skipped = (sum(len(r[what]) for r in runs) for what in ("failed", "skipped"))
     passed = sum(r["tests"] for r in runs) - failed - skipped
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
-    sys.exit(any(r["exit_code"] not in (0, 5) for r in runs))
+    return int(any(r["exit_code"] not in (0, 5) for r in runs))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -136,7 +136,8 @@ def run_dense(args: argparse.Namespace) -> dict[str, Any]:
     config = model.config
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
     found = []
-    for prefix in sizes(args.tiny)[: 1 if args.quick else 2]:
+    short, long = sizes(args.tiny)[:2]
+    for prefix in (short,) if args.quick else (short, long):
         room = CAP_BYTES - model.weight_bytes - 2 * GIB  # logits, graphs, workspace
         positions = prefix + BLOCK * (decode.WARM_BLOCKS + args.blocks + 2)
         most = 2 if args.tiny else int(room // (token_bytes * positions))

@@ -68,7 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         if section in options.only:
             RUN[section](bench)
             bench.write()
-    print(table(bench.results))
+    if text := table(bench.results):
+        print(text)
     print(f"\n{time.perf_counter() - bench.started:.0f} s in all")
     return 0
 

@@ -22,13 +22,13 @@ class Beside:
         step_seconds: of a step meanwhile.
         gb_per_second: of rows meanwhile.
         slowdown: of the step, as a share of its time alone.
-        seconds_per_gb: of denoising that a GB of rows costs.
+        seconds_per_gb: of denoising that a GB of rows costs; None where no row arrived meanwhile.
     """
 
     step_seconds: float
     gb_per_second: float
     slowdown: float
-    seconds_per_gb: float
+    seconds_per_gb: float | None
 
 
 def run_beside(step: DenoisingStep, steps: int, alone: float, mover: Mover) -> Beside:
@@ -61,7 +61,7 @@ def run_beside(step: DenoisingStep, steps: int, alone: float, mover: Mover) -> B
         step_seconds=(end - start) / steps,
         gb_per_second=gigabytes / (end - start),
         slowdown=lost / (steps * alone),
-        seconds_per_gb=lost / gigabytes if gigabytes else float("nan"),
+        seconds_per_gb=lost / gigabytes if gigabytes else None,
     )
 
 

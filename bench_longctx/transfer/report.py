@@ -18,12 +18,14 @@ def line(result: Result) -> str:
 
 
 def table(results: list[Result]) -> str:
-    """The figures that decide: each way beside steps, a column a batch size, cheapest first."""
+    """The figures that decide: each way beside steps, a column a batch size, cheapest first; may be empty."""
     rows: dict[str, dict[int, Result]] = {}
     for result in results:
         if "ms_per_gb" in result:
             what = result["what"] + (f" + {result['mover']}" if "mover" in result else "")
             rows.setdefault(what, {})[result["requests"]] = result
+    if not rows:
+        return ""
     batches = sorted({requests for cells in rows.values() for requests in cells})
     lines = ["", "ms of denoising lost per GB | slowdown % | GB/s meanwhile", ""]
     lines.append(f"{'':58}" + "".join(f"{'B=' + str(requests):>26}" for requests in batches))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from bench_longctx.transfer import variants
+from bench_longctx.transfer import interference, variants
 from bench_longctx.transfer.bench_interference import main
-from bench_longctx.transfer.beside import _bytes_within
+from bench_longctx.transfer.beside import Beside, _bytes_within
 from bench_longctx.transfer.report import table
 from herald.transfer import zero_copy
 from herald.transfer.threads import HostTicket
@@ -54,6 +54,7 @@ def test_bytes_within_a_window() -> None:
 def test_every_section_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "interference.json"
     assert main(["--tiny", "--json", str(out)]) == 0
+    assert "NaN" not in out.read_text()
     results = json.loads(out.read_text())["results"]
     assert {r["section"] for r in results} == {"pool", "alone", "beside", "partition"}
     assert not [r for r in results if "error" in r and r["section"] != "partition"]
@@ -69,6 +70,7 @@ def test_the_table_begins_with_the_cheapest() -> None:
     cell = {"section": "beside", "slowdown_percent": 1.0, "gb_per_s": 20.0, "requests": 1}
     text = table([cell | {"what": "dear", "ms_per_gb": 9.0}, cell | {"what": "cheap", "ms_per_gb": 0.5}])
     assert text.index("cheap") < text.index("dear")
+    assert table([{"section": "pool", "what": "ready", "all": 1.0}]) == ""
 
 
 @pytest.mark.parametrize(
@@ -95,3 +97,17 @@ def test_without_a_device_only_tiny_sizes_run(
     assert main(options) == 2
     told = "leave --probe out" if "--probe" in options else "use --tiny"
     assert f"error: no CUDA device is visible; {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("per_gb", [None, 0.002])
+def test_no_figure_is_made_of_rows_that_did_not_arrive(
+    per_gb: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the report, which stays JSON."""
+    found = Beside(step_seconds=0.1, gb_per_second=0.0, slowdown=0.1, seconds_per_gb=per_gb)
+    monkeypatch.setattr(interference, "run_beside", lambda *args: found)
+    out = tmp_path / "out.json"
+    assert main(["--tiny", "--only", "beside", "--json", str(out)]) == 0
+    assert "nan" not in capsys.readouterr().out.lower()
+    results = [r for r in json.loads(out.read_text())["results"] if "slowdown_percent" in r]
+    assert results and all(r.get("ms_per_gb") == (per_gb and 2.0) for r in results)
