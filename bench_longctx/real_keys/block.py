@@ -25,23 +25,25 @@ from herald.errors import UsageError
 
 Scores = tuple[str, str, torch.Tensor]
 
+# Prefixes are multiples of this many rows.
+BLOCK_STEP = 64
+
 BEST = ("best", "the block's own attention: the best any set can do")
 OWN_MAX = ("queries", "all positions of the block, max")
 
 
 def block_starts(tokens: int, count: int, block_length: int) -> list[int]:
-    """``count`` prefixes spread evenly over the second half of a text, each a multiple of 64 rows.
+    """``count`` prefixes spread evenly over the second half of a text, each a multiple of `BLOCK_STEP` rows.
 
     Raises:
         UsageError: there is no room for that many.
     """
-    step = 64
-    first, last = -(-tokens // (2 * step)), (tokens - block_length) // step
+    first, last = -(-tokens // (2 * BLOCK_STEP)), (tokens - block_length) // BLOCK_STEP
     if not 1 <= count <= last - first + 1:
         raise UsageError(
             f"{count} blocks do not fit the second half of {tokens} tokens", f"use at most {last - first + 1}"
         )
-    return [round(step_at) * step for step_at in torch.linspace(first, last, count).tolist()]
+    return [round(step_at) * BLOCK_STEP for step_at in torch.linspace(first, last, count).tolist()]
 
 
 def spread(count: int, chosen: int) -> list[int]:

@@ -18,7 +18,6 @@ heads of a KV head; mean and 10th percentile are taken over layers, KV heads and
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -27,18 +26,15 @@ from typing import Any
 import torch
 
 from bench_longctx import machine
+from bench_longctx.output import command, write_report
 from bench_longctx.real_keys.block import block_starts, spread
 from bench_longctx.real_keys.forward import Captured, capture, random_captured
-from bench_longctx.real_keys.mass import RECENT_ROWS, Span
 from bench_longctx.real_keys.measure import Plan, measure
+from bench_longctx.real_keys.options import TEXTS, check_options, parse
 from bench_longctx.real_keys.table import bars, markdown
 from bench_longctx.real_keys.weights import GgufModel, find_weights, versions
 from bench_longctx.tasks.haystack import Haystack
-from herald.errors import HeraldError, UsageError
-from herald.kvstore.native import BACKENDS
 
-# How the two texts begin within the haystack.
-TEXTS = {"manual": b"initdb creates a new PostgreSQL", "novel": b"Sir Walter Elliot, of Kellynch"}
 # Bytes that hold a token of either text for sure.
 _BYTES_A_TOKEN = 8
 # Queries of the first half that partial keys choose their dimensions by.
@@ -76,15 +72,8 @@ def real_captured(text: str, tokens: int, positions: torch.Tensor) -> tuple[Capt
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Capture and measure; the report as plain JSON values."""
-    if not 1 <= args.block_length <= RECENT_ROWS:
-        raise UsageError(f"blocks of {args.block_length} are too long", f"use 1 to {RECENT_ROWS}")
+    """Capture and measure with options that `check_options` let pass; the report as plain JSON values."""
     starts = block_starts(args.tokens, args.blocks, args.block_length)
-    least = min(args.budgets)
-    if starts[0] <= args.block_length or Span(starts[0] - args.block_length).rows_chosen(least) == 0:
-        raise UsageError(
-            f"{least:g} of {args.tokens // 2} rows is sinks and recent rows only", "use more --tokens"
-        )
     positions = kept_positions(starts, args.block_length)
     if args.keys == "random":
         captured, source = random_captured(args.tokens, positions), {"model": "random"}
@@ -116,36 +105,17 @@ def show(report: dict[str, Any]) -> None:
             print(f"4 bits hold {found[f'four_bits_of_exact_{operator}']:.2%} of exact keys' ({operator})")
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--blocks", type=int, default=16)
-    parser.add_argument("--block-length", type=int, default=32)
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.02, 0.05, 0.10])
-    parser.add_argument("--text", choices=TEXTS, default="manual")
-    parser.add_argument(
-        "--keys",
-        choices=["smollm2", "random"],
-        default="smollm2",
-        help="random: to try the tool without a model",
-    )
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of index and selector")
-    parser.add_argument("--threads", type=int, default=0, help="of the selector, 0 for all usable cores")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plots", type=Path, metavar="DIR")
-    args = parser.parse_args(argv)
-    try:
-        report = run(args)
-    except HeraldError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    if args.plots:
+    args = parse(__doc__.split("\n")[0], argv)
+    check_options(args)
+    report = run(args)
+    show(report)  # before files that may fail all the same
+    write_report(args.json, report)
+    if args.plots is not None:
         from bench_longctx.real_keys.plots import save_plots
 
         save_plots(report["results"], args.plots)
-    show(report)
     return 0
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
-from bench_longctx.real_keys import run
+from bench_longctx.real_keys import options, run
 from bench_longctx.real_keys.block import BEST, OWN_MAX
 from bench_longctx.real_keys.table import share_of
 from bench_longctx.real_keys.tally import index_label
+from herald.errors import UsageError
 
 OPTIONS = ["--keys", "random", "--tokens", "3072", "--blocks", "2", "--threads", "1"]
 
@@ -97,17 +99,106 @@ def test_without_the_budget_of_the_bars(capsys):
     assert "best mass" not in capsys.readouterr().out
 
 
+LONG = "x" * 300
+GOOD = [*OPTIONS, "--blocks", "1", "--budgets", "0.1"]
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("given", "message"),
     [
-        (["--block-length", "65"], "use 1 to 64"),
-        (["--budgets", "0.01"], "use more --tokens"),
-        (["--blocks", "100"], "use at most"),
+        (["--block-length", "65"], "--block-length=65 is not valid; use 1 to 64"),
+        (["--block-length", "0"], "--block-length=0 is not valid; use 1 to 64"),
+        (["--blocks", "0"], "--blocks=0 is not valid; use 1 or more"),
+        (["--blocks", "100"], "use --tokens=12768, or --blocks=24 at most"),
+        (["--tokens", "64"], "use --tokens=160\n"),
+        (["--tokens", "0"], "--tokens=0 is not valid; use 160 for --blocks=1"),
+        (["--tokens", "-5"], "--tokens=-5 is not valid; use 160 for --blocks=1"),
+        (["--tokens", "99999999999"], "GiB of host memory, of which"),
+        (["--threads", "-1"], "--threads=-1 is not valid; use 0 for all usable cores, or more"),
+        (["--budgets", "0.01"], "sinks and recent rows only (68); use --budgets of 0.0459 or more"),
+        (["--budgets", "0.1", "0.2", "0.1"], "--budgets has 0.1 twice"),
+        (["--budgets", "0.1", "0.10000001"], "--budgets has 0.1 twice"),
+        *(
+            (["--budgets", "0.1", text], f"--budgets={value} is not valid; use shares in (0, 1]")
+            for text, value in (("nan", "nan"), ("2", "2.0"), ("0", "0.0"), ("-1", "-1.0"), ("inf", "inf"))
+        ),
+        (["--json", "{tmp}/none/out.json"], "--json {tmp}/none/out.json cannot be written"),
+        (["--json", "{tmp}"], "--json {tmp} cannot be written"),
+        (["--json", "/dev/full"], "--json /dev/full cannot be written"),
+        (["--json", f"{{tmp}}/{LONG}"], "cannot be written"),
+        (["--plots", "/dev/null/x"], "--plots /dev/null/x cannot be written"),
+        (["--plots", "/dev/null"], "--plots /dev/null cannot be written"),
+        (["--plots", f"{{tmp}}/{LONG}"], "name a folder, or one to be made"),
     ],
 )
-def test_impossible_options(options, message, capsys):
-    assert run.main([*OPTIONS, *options]) == 2
-    assert message in capsys.readouterr().err
+def test_impossible_options_are_refused_before_the_work(given, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "run", lambda args: pytest.fail("the work began"))
+    given = [option.replace("{tmp}", str(tmp_path)) for option in given]
+    assert run.main([*GOOD, *given]) == 2
+    out, err = capsys.readouterr()
+    assert message.replace("{tmp}", str(tmp_path)) in err
+    assert (out, err.count("\n")) == ("", 1) and err.startswith("error: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_plots_without_matplotlib_are_refused_before_the_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "run", lambda args: pytest.fail("the work began"))
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
+    assert run.main([*GOOD, "--plots", str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err.endswith(
+        "matplotlib is missing; run: pip install 'herald-dllm[profile]'\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("block_length", [1, 32, 64])
+def test_the_tokens_named_are_the_fewest(block_length):
+    """A text of as many has room for the blocks, and a first set to choose; no shorter one has."""
+
+    def fits(tokens, blocks):
+        args = options.parse("", ["--tokens", str(tokens), "--blocks", str(blocks), "--keys", "random"])
+        args.block_length, args.budgets = block_length, [1.0]
+        try:
+            options.check_options(args)
+        except UsageError:
+            return False
+        return True
+
+    for blocks in range(1, 6):
+        least = options.least_tokens(blocks, block_length)
+        assert fits(least, blocks)
+        assert not any(fits(tokens, blocks) for tokens in range(least))
+
+
+@pytest.mark.parametrize("tokens", ["160", "3072"])
+def test_the_least_budget_named_works(tokens, capsys):
+    argv = [*OPTIONS, "--tokens", tokens, "--blocks", "1"]
+    assert run.main([*argv, "--budgets", "0.001"]) == 2
+    named = re.search(r"--budgets of ([\d.]+) or more", capsys.readouterr().err)
+    assert run.main([*argv, "--budgets", named[1]]) == 0
+
+
+def test_an_interruption_is_one_line(capsys, monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run", interrupted)
+    assert run.main(GOOD) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
+def test_the_table_stands_before_files_that_fail(report, tmp_path, capsys, monkeypatch):
+    """A disk may fill up while a run measures."""
+
+    def full(path, report):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run, "run", lambda args: report)
+    monkeypatch.setattr(run, "write_report", full)
+    assert run.main([*GOOD, "--json", str(tmp_path / "out.json")]) == 1
+    out, err = capsys.readouterr()
+    assert report["results"]["methods"][0]["label"] in out
+    assert "No space left on device" in err and err.count("\n") == 1
 
 
 def test_text_is_technical_english():
