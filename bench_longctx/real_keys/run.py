@@ -110,12 +110,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(__doc__.split("\n")[0], argv)
     check_options(args)
     report = run(args)
-    show(report)  # before files that may fail all the same
-    write_report(args.json, report)
-    if args.plots is not None:
-        from bench_longctx.real_keys.plots import save_plots
+    try:
+        show(report)  # before files that may fail all the same
+    finally:  # also where nobody reads the table
+        write_report(args.json, report)
+        if args.plots is not None:
+            from bench_longctx.real_keys.plots import save_plots
 
-        save_plots(report["results"], args.plots)
+            save_plots(report["results"], args.plots)
     return 0
 
 

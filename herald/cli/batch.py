@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from herald.cli.fields import engine_config, offload_config, overrides, sampling_params
+from herald.cli.fields import check_steps, engine_config, offload_config, overrides, sampling_params
 from herald.cli.prompts import read_prompt
 from herald.cli.report import json_object, print_statistics
 from herald.errors import HeraldError, InvalidOption, UsageError
@@ -214,6 +214,7 @@ async def _answer(
             bar.step()
 
     async with llm:
+        check_steps(items[0].params, llm.llm)  # those of the command line: a line has none of its own
         count = llm.llm.engine.config.max_num_seqs + AHEAD
         try:
             await asyncio.gather(*(work() for _ in range(count)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from herald.cli.fields import engine_config, offload_config, open_model, sampling_params
+from herald.cli.fields import check_steps, engine_config, offload_config, open_model, sampling_params
 from herald.cli.options import add_model_options, add_offload_options, add_sampling_options
 from herald.cli.prompts import read_prompt
 from herald.cli.report import print_statistics
@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         llm = open_model(args, offload, engine)
     with llm:
+        check_steps(params, llm)
         if not llm.tokenizer.has_chat_template:
             raise UsageError(
                 f"{args.model} has no chat template", "use a chat model, or herald generate for plain prompts"

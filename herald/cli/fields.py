@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from herald.config import EngineConfig, OffloadConfig
+from herald.config import EngineConfig, OffloadConfig, check
 from herald.errors import InvalidOption
 from herald.sampling_params import SamplingParams
 
@@ -61,18 +61,52 @@ _ENGINE = {
 
 # Fields of the model's own options, which have their names.
 _MODEL = {name: name for name in ("block_length", "mask_token_id", "rope_scaling")}
+# Where a model is loaded to, and how; these options have the names of their arguments too.
+_LOADING = {name: name for name in ("device", "dtype")}
+_QUOTES = "'\""
 _Options = TypeVar("_Options")
 
 
 def in_options(remedy: str, args: argparse.Namespace) -> str:
     """A remedy with the options of Python as those of the command line.
 
-    ``max_model_len=9`` becomes ``--max-model-len=9``, and a bare ``max_model_len`` ``--max-model-len``.
+    ``max_model_len=9`` becomes ``--max-model-len=9``, a bare ``max_model_len`` ``--max-model-len``, None what
+    an option that is left out stands for, and a size of the host pool the option that sets it.
     """
+    spoken = re.sub(r"\buse None\b", "leave it out", remedy)
+    spoken = re.sub(r"\bor None\b", "or leave it out", spoken)
+    spoken = re.sub(r"(?:at most 0 tokens in all, or )?a pool of (\d+) bytes", r"--host-memory=\1", spoken)
+    return _renamed(spoken, _option_names(args))
+
+
+def problem_in_options(problem: str, args: argparse.Namespace) -> str:
+    """A problem likewise, but for names without a value.
+
+    What the checkpoint says keeps its name, and so does what stands in a file or a line (behind a colon).
+    """
+    given = {name for name in _MODEL | _LOADING if getattr(args, name, None) not in (None, "", 0, "auto")}
+    options = _option_names(args)
+    for name in (_MODEL | _LOADING).keys() - given:
+        options.pop(name)
+    return _renamed(problem, options, alone=False, before=r"(?<!: )")
+
+
+def _option_names(args: argparse.Namespace) -> dict[str, str]:
+    """Option by field; of two options for a field the one that the command has."""
     options: dict[str, str] = {}
-    for option, field in (_SAMPLING | _OFFLOAD | _ENGINE | _MODEL).items():
+    for option, field in (_SAMPLING | _OFFLOAD | _ENGINE | _MODEL | _LOADING).items():
         if field not in options or hasattr(args, option):
             options[field] = f"--{option.replace('_', '-')}"
+    return options
+
+
+def _renamed(text: str, options: dict[str, str], alone: bool = True, before: str = "") -> str:
+    """``text`` with options in the place of fields.
+
+    Args:
+        alone: a name without a value counts too.
+        before: what must hold in front of a name, as a regular expression.
+    """
 
     def renamed(match: re.Match[str]) -> str:
         option, value = options[match["name"]], match["value"]
@@ -80,11 +114,26 @@ def in_options(remedy: str, args: argparse.Namespace) -> str:
             return option if "_" in match["name"] else match["name"]  # else a word like any other
         if value in ("True", "False"):
             return option if value == "True" else option.replace("--", "--no-", 1)
-        return f"{option}={value.strip(chr(39))}"
+        return f"{option}={value.strip(_QUOTES)}"
 
     name = "|".join(sorted(options, key=len, reverse=True))
-    value = r"'[^']*'|[\w.:+-]*\w(?:,\d+)*"
-    return re.sub(rf"(?<![\w./-])(?P<name>{name})(?![\w.])(?:=(?P<value>{value}))?", renamed, remedy)
+    value = rf"(?:=(?P<value>'[^']*'|\"[^\"]*\"|[\w.:+-]*\w(?:,\d+)*)){'?' if alone else ''}"
+    return re.sub(rf"{before}(?<![\w./{_QUOTES}-])(?P<name>{name})(?![\w.]){value}", renamed, text)
+
+
+def check_steps(params: SamplingParams, llm: LLM) -> None:
+    """Refuse steps that would never be taken: one commits a position of its block at least.
+
+    A canvas counts its steps otherwise.
+
+    Raises:
+        InvalidOption: a block has fewer positions.
+    """
+    if steps := params.denoising_steps:
+        config = llm.model.config
+        length = config.block_length
+        if not (config.full_attention or config.noise):
+            check(steps <= length, "--steps", steps, f"use at most {length}, the positions of a block")
 
 
 def build(

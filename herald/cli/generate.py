@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from herald.cli import batch
-from herald.cli.fields import engine_config, offload_config, open_model, sampling_params
+from herald.cli.fields import check_steps, engine_config, offload_config, open_model, sampling_params
 from herald.cli.prefix import load_document
 from herald.cli.progress import ProgressBars
 from herald.cli.prompts import collect_prompts
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         contextlib.redirect_stdout(sys.stderr),
         open_model(args, offload, engine) as llm,
     ):
+        check_steps(params, llm)
         if args.prefix is not None:
             document = load_document(llm, args.prefix, args.chat)
             prompts = [f"{document}\n{prompt}" for prompt in prompts]

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed at run time, 2 wrong usage, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from herald.cli import batch, chat, doctor, fields, generate, models, options, p
 from herald.errors import HeraldError, UsageError
 
 RUNTIME_ERROR, USAGE_ERROR, INTERRUPTED = 1, 2, 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,16 +98,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader left. Nothing more may be written, not even by the interpreter's own flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader left
         return RUNTIME_ERROR
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except HeraldError as error:
-        told = HeraldError(error.problem, fields.in_options(error.remedy, args))
-        return _fail(str(told), USAGE_ERROR if isinstance(error, UsageError) else RUNTIME_ERROR)
+        usage = isinstance(error, UsageError)
+        problem = fields.problem_in_options(error.problem, args) if usage else error.problem
+        told = HeraldError(problem, fields.in_options(error.remedy, args))
+        return _fail(str(told), USAGE_ERROR if usage else RUNTIME_ERROR)
     except OSError as error:
-        return _fail(str(error), RUNTIME_ERROR)
+        _drop_output()
+        remedy = "; free space where it is written to, or write elsewhere" if error.errno in _FULL else ""
+        return _fail(f"{error}{remedy}", RUNTIME_ERROR)
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
@@ -120,6 +125,14 @@ def _open_what_is_closed() -> None:
         if getattr(sys, name) is None:
             # for as long as the process lives
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _drop_output() -> None:
+    """Let nothing more be written that could not be, not even by the interpreter's own flush at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_what_can_be_printed() -> None:

@@ -6,12 +6,13 @@ import argparse
 import contextlib
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from herald.cli import fields, options
-from herald.cli.progress import ProgressBars
+from herald.cli.progress import ProgressBars, ProgressLines
 from herald.cli.prompts import collect_prompts
 from herald.doctor.units import format_bytes, format_seconds
 from herald.errors import InvalidOption, UsageError
@@ -57,14 +58,15 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
         type=whole,
         default=argparse.SUPPRESS,
         metavar="N",
-        help="denoising steps a block takes (default: one a position)",
+        help="denoising steps a block may take (default: one a position)",
     )
     group.add_argument(
         "--threshold",
         type=options.threshold,
         default=None,
         metavar="P",
-        help="commit every position above this confidence in a step, or off (default: off)",
+        help="commit every position above this confidence in a step, or auto for the family's: 0.9, off with "
+        "full attention (default: off)",
     )
     options.add_cache_option(group.add_argument)
     options.add_model_options(parser)
@@ -93,21 +95,30 @@ def run(args: argparse.Namespace) -> int:
     _make_folder(args.out)
     from herald.profile.workload import run_workload
 
+    count = args.num_requests
     with (
         contextlib.redirect_stdout(sys.stderr),
         fields.open_model(args, offload, engine) as llm,
-        ProgressBars(sys.stderr.isatty(), args.num_requests) as progress,
+        ProgressBars(True, count) if sys.stderr.isatty() else ProgressLines(count) as progress,
     ):
+        fields.check_steps(params, llm)
         result = run_workload(llm, _prompts(llm, texts, args), params, progress)
-    _write(args.out, result, args.json)
+    _report(args.model, result, args.out, args.json)
     return 0
 
 
 def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
     except (FileExistsError, NotADirectoryError):
         raise UsageError(f"--out {str(path)!r} is not a folder", "name a folder, or one to be made") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"--out {str(path)!r} cannot be written ({reason})", "name another folder"
+        ) from error
 
 
 def _prompts(llm: LLM, texts: Sequence[str] | None, args: argparse.Namespace) -> list[list[int]]:
@@ -123,26 +134,34 @@ def _prompts(llm: LLM, texts: Sequence[str] | None, args: argparse.Namespace) ->
     )
 
 
-def _write(folder: Path, result: Run, as_json: bool) -> None:
-    """Write the three files; print the summary."""
+def _report(model: str, result: Run, folder: Path, as_json: bool) -> None:
+    """Print the summary and write the files; where one of the two fails, the figures are in the other."""
     from herald import __version__
-    from herald.profile import perfetto, timeline
     from herald.profile.summary import summarise
 
-    about = {"herald": __version__, **result.facts}
+    about = {"herald": __version__, "model": model, **result.facts}
     summary = summarise(result.spans, result.row_bytes, result.resident_bytes, result.kernels)
     report = {"workload": about, "summary": summary.as_json()}
-    perfetto.write_trace(folder / "trace.json.gz", result.spans, about)
+    try:
+        if as_json:
+            print(json.dumps(report, indent=1), flush=True)
+        else:
+            print_summary(summary)
+    finally:
+        _write(folder, result, report)
+    if not as_json:
+        print(f"Written to {folder}; open trace.json.gz at https://ui.perfetto.dev.")
+
+
+def _write(folder: Path, result: Run, report: dict[str, Any]) -> None:
+    from herald.profile import perfetto, timeline
+
+    perfetto.write_trace(folder / "trace.json.gz", result.spans, report["workload"])
     (folder / "summary.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if not timeline.can_draw():
         _say("no timeline.png: matplotlib is missing; run: pip install 'herald-dllm[profile]'")
     elif not timeline.draw_timeline(folder / "timeline.png", result.spans):
         _say("no timeline.png: no block took a step; use more --new-tokens")
-    if as_json:
-        print(json.dumps(report, indent=1))
-    else:
-        print_summary(summary)
-        print(f"Written to {folder}; open trace.json.gz at https://ui.perfetto.dev.")
 
 
 def _say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 from typing import Any
 
@@ -35,10 +36,13 @@ class ProgressBars:
             return
         seen = self._seen[event.phase]
         seen[event.request_id] = event
-        bar = self._bar(event.phase)
         total = sum(each.total for each in seen.values())
-        bar.total = total * max(self._num_requests, len(seen)) // len(seen)
-        bar.n = sum(each.done for each in seen.values())
+        total = total * max(self._num_requests, len(seen)) // len(seen)
+        self._show(event.phase, sum(each.done for each in seen.values()), total)
+
+    def _show(self, phase: str, done: int, total: int) -> None:
+        bar = self._bar(phase)
+        bar.total, bar.n = total, done
         bar.refresh()
 
     def _bar(self, phase: str) -> Any:
@@ -64,3 +68,18 @@ class ProgressBars:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class ProgressLines(ProgressBars):
+    """The same as lines, for a log or a pipe: one when the last is ``every`` seconds old."""
+
+    def __init__(self, num_requests: int = 1, every: float = 10.0) -> None:
+        super().__init__(True, num_requests)
+        self._every = every
+        self._last = time.monotonic()
+
+    def _show(self, phase: str, done: int, total: int) -> None:
+        if time.monotonic() - self._last >= self._every:
+            self._last = time.monotonic()
+            label, unit = _LABELS[phase]
+            print(f"herald: {label} {done / total:.0%} of {total:,} {unit}", file=sys.stderr, flush=True)

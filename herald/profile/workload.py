@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from herald.engine.engine import ProgressCallback
 from herald.engine.trace import Span
+from herald.errors import HostPoolTooSmall
 from herald.llm import LLM
 from herald.outputs import RequestMetrics
 from herald.profile.kernels import KernelTimes, record_kernels
@@ -26,7 +28,7 @@ class Run:
     """What a workload left.
 
     Attributes:
-        facts: model, device and shapes, for the reader of the figures.
+        facts: family, device and shapes, for the reader of the figures.
         row_bytes: bytes of one row of the KV cache.
         kernels: what the device recorded over some blocks of the first prompt, and how many steps they took;
             None on a CPU.
@@ -77,8 +79,10 @@ def run_workload(
     """
     block = params.block_length or llm.model.config.block_length or params.max_tokens
     short = replace(params, max_tokens=min(params.max_tokens, WARM_UP_BLOCKS * block))
-    # Backwards, so that the run finds none of its pages.
-    llm.generate(prompt_token_ids=[prompts[0][:WARM_UP_TOKENS][::-1]], sampling_params=short)
+    # A pool too small for it is too small for the run, which then says what that needs.
+    with contextlib.suppress(HostPoolTooSmall):
+        # Backwards, so that the run finds none of its pages.
+        llm.generate(prompt_token_ids=[prompts[0][:WARM_UP_TOKENS][::-1]], sampling_params=short)
     _settle(llm)
     trace = llm.engine.trace
     trace.clear()
@@ -87,7 +91,7 @@ def run_workload(
     _settle(llm)
     layout, store = llm.engine.memory.layout, llm.engine.memory.store
     facts = {
-        "model": llm.model.config.family,
+        "family": llm.model.config.family,
         "device": str(llm.model.device),
         "dtype": str(llm.model.dtype).removeprefix("torch."),
         "block_length": block,

@@ -166,3 +166,12 @@ def test_only_a_line_that_was_cut_off_is_taken_out(cut: int, tmp_path: Path) -> 
     target.write_bytes(line + line.replace(b'"a"', b'"c"')[:cut])
     assert batch.answered(target) == {"a"}
     assert target.read_bytes() == line
+
+
+def test_more_steps_than_positions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "One"}', "utf-8")
+    files = ("--input", str(source), "--output", str(target))
+    code, err = run(capsys, *files, "--steps", "17")
+    assert code == 2 and "--steps=17 is not valid; use at most 16, the positions of a block" in err
+    assert run(capsys, *files, "--steps", "16")[0] == 0

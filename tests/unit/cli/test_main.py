@@ -119,6 +119,19 @@ def test_stream_with_chat(fake_llm: type, capsys: pytest.CaptureFixture[str]) ->
         (["generate", "--prompt", "x", "--max-tok", "3"], "unrecognized arguments: --max-tok"),
         (["generate", "--prompt", "x", "--max-tokens", "0"], "--max-tokens=0 is not valid; use 1 or more"),
         (["generate", "--prompt", "x", "--kv-budget", "nan"], "--kv-budget=nan is not valid"),
+        (["generate", "--prompt", "x", "--steps", "17"], "--steps=17 is not valid; use at most 16"),
+        (["chat", "--steps", "17"], "--steps=17 is not valid; use at most 16"),
+        (
+            ["generate", "--prompt", "x", "--device", "cpu", "--cache", "dual"],
+            "--cache=dual is not valid; use 'auto'",
+        ),
+        (["generate", "--prompt", "x", "--rope-scaling", "x"], "--rope-scaling=x is not valid"),
+        (
+            ["generate", "--prompt", "x", "--mask-token-id", "-5"],
+            "--mask-token-id=-5 is not valid; pass --mask",
+        ),
+        (["generate", "--prompt", "x", "--block-length", "-5"], "--block-length=-5 is not valid"),
+        (["generate", "--prompt", "x", "--device", "cuda:99"], "--device=cuda:99"),
         (["generate", "--prompt", "x", "--host-memory", "16G"], "not a size"),
         (["generate", "--prompt", "x", "--stream", "--json"], "not allowed with"),
         (["generate", "--prompt-file", "/nonexistent"], "does not exist"),
@@ -142,7 +155,8 @@ def test_usage_errors(argv: list[str], message: str, capsys: pytest.CaptureFixtu
     [
         (ModelNotFound("there is no model 'x'", "pass a folder"), 2, "there is no model 'x'; pass a folder"),
         (HostPoolTooSmall("the pool\n is full", "use 3 tokens"), 1, "the pool is full; use 3 tokens"),
-        (OSError(28, "No space left on device"), 1, "No space left"),
+        (OSError(28, "No space left on device"), 1, "No space left on device; free space where"),
+        (OSError(5, "Input/output error"), 1, "[Errno 5] Input/output error\n"),
         (MemoryError("lots"), 1, "out of memory: lots"),
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory"), 1, "out of memory: CUDA"),
         (KeyboardInterrupt(), 130, "interrupted"),
@@ -220,6 +234,23 @@ def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
         timeout=120,
     )
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_standard_output_is_one_line_with_a_remedy() -> None:
+    root = Path(__file__).resolve().parents[3]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "herald", "models"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            cwd=root,
+            env={"PYTHONPATH": f"{root}:{root / 'kernels'}", "PATH": "/usr/bin:/bin"},
+            timeout=120,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"herald: error: [Errno 28]") and done.stderr.count(b"\n") == 1
+    assert b"; free space where it is written to, or write elsewhere" in done.stderr
 
 
 def test_module_runs() -> None:

@@ -4,7 +4,13 @@ import argparse
 
 import pytest
 
-from herald.cli.fields import engine_config, in_options, offload_config, sampling_params
+from herald.cli.fields import (
+    engine_config,
+    in_options,
+    offload_config,
+    problem_in_options,
+    sampling_params,
+)
 from herald.cli.main import build_parser
 from herald.cli.options import device, size, threshold
 from herald.config import EngineConfig, OffloadConfig
@@ -164,6 +170,14 @@ def test_editing_options_are_passed_on() -> None:
         ("confidence_threshold=0.9, denoising_steps=8.", "--threshold=0.9, --steps=8."),
         ("host_memory_bytes=5 and enabled=False", "--host-memory=5 and --no-offload"),
         ("--kv-budget=3.0; stop and cache are words", "--kv-budget=3.0; stop and cache are words"),
+        ("use device='cpu', dtype=float32 or 'auto'", "use --device=cpu, --dtype=float32 or 'auto'"),
+        ("use None: it is known for LLaDA only", "leave it out: it is known for LLaDA only"),
+        ("use 0.5, or None to keep it", "use 0.5, or leave it out to keep it"),
+        (
+            "use at most 7 tokens in all, or a pool of 99 bytes",
+            "use at most 7 tokens in all, or --host-memory=99",
+        ),
+        ("use at most 0 tokens in all, or a pool of 99 bytes", "use --host-memory=99"),
         (
             "stop=['a'], /tmp/max_tokens.json, my_max_tokens",
             "stop=['a'], /tmp/max_tokens.json, my_max_tokens",
@@ -176,3 +190,39 @@ def test_remedies_are_options_of_the_command_line(remedy: str, expected: str) ->
 
 def test_an_option_with_two_names_has_the_one_that_was_given() -> None:
     assert in_options("max_tokens=3", argparse.Namespace(new_tokens=3)) == "--new-tokens=3"
+    assert problem_in_options("max_tokens=3", argparse.Namespace(new_tokens=3)) == "--new-tokens=3"
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        ("cache='dual' is not valid", "--cache=dual is not valid"),
+        ("denoising_steps=-5 is not valid", "--steps=-5 is not valid"),
+        ("5 tokens + max_tokens=99,999 exceed", "5 tokens + --max-tokens=99,999 exceed"),
+        ("--kv-budget=2.0 is not valid", "--kv-budget=2.0 is not valid"),
+        ("there is no model 'cache=dual'", "there is no model 'cache=dual'"),
+        ("max_tokens and cache are words", "max_tokens and cache are words"),
+        ("--input line 3: kv_budget=5 is not valid", "--input line 3: kv_budget=5 is not valid"),
+        ("config.json: dtype='int4' is not supported", "config.json: dtype='int4' is not supported"),
+    ],
+)
+def test_problems_are_options_of_the_command_line(problem: str, expected: str) -> None:
+    given = argparse.Namespace(dtype="float16")
+    assert problem_in_options(problem, given) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out", "given"),
+    [
+        ("device", "auto", "cuda:1"),
+        ("dtype", "auto", "float16"),
+        ("rope_scaling", "", "yarn:2"),
+        ("mask_token_id", None, -5),
+        ("block_length", 0, 7),
+    ],
+)
+def test_what_the_checkpoint_says_is_no_option(name: str, left_out: object, given: object) -> None:
+    problem = f"{name}={given!r} is not valid"
+    assert problem_in_options(problem, argparse.Namespace(**{name: left_out})) == problem
+    spoken = f"--{name.replace('_', '-')}={given} is not valid"
+    assert problem_in_options(problem, argparse.Namespace(**{name: given})) == spoken

@@ -30,7 +30,7 @@ def test_a_saved_document_answers_as_its_file_does(files: Path, capsys: pytest.C
     assert code == 0 and "cached tokens" in err and "512" in err
     assert run(capsys, "generate", "--prompt-file", text, *question)[:2] == (0, answer)
     code, out, err = run(capsys, "prefix", "load", saved, "--dtype", "bfloat16", *CPU)
-    assert (code, out) == (2, "") and "use dtype='float32'" in err
+    assert (code, out) == (2, "") and "use --dtype=float32" in err
     code, _, err = run(capsys, "generate", "--prefix", saved, "--chat", *question)
     assert code == 2 and "leave out --chat" in err
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from herald.cli import profile
 from herald.cli.main import main
-from herald.profile import timeline
+from herald.cli.progress import ProgressLines
+from herald.profile import perfetto, timeline
 from tests.support.trace_file import check_trace
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "sdar_b8"
@@ -44,6 +48,7 @@ def test_three_files_and_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture
     report = json.loads((folder / "summary.json").read_text("utf-8"))
     summary = report["summary"]
     assert report["workload"]["prompt_tokens"] == [700, 700]
+    assert (report["workload"]["model"], report["workload"]["family"]) == (str(GOLDEN), "sdar")
     # 700 tokens are 87 blocks of 8 and a half; 40 more end in block 92.
     blocks = {(block["request_id"], block["block"]) for block in summary["blocks"]}
     assert len(blocks) == 12 and {block for _, block in blocks} == set(range(87, 93))
@@ -57,7 +62,9 @@ def test_three_files_and_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture
     assert summary["index_bytes_scanned"] == 2 * rows * (16 + (2 * 16 + 2 * 4) / 64)
     assert summary["selection_gb_per_second"] > 0
     with gzip.open(folder / "trace.json.gz", "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
+        trace = json.load(file)
+    assert trace["otherData"] == report["workload"]
+    events = trace["traceEvents"]
     kinds = {event["cat"] for event in events if event["ph"] == "X"}
     # Whether anything was waited for is up to the machine.
     assert kinds | {"wait"} == {"prefill", "forward", "selection", "transfer", "write_back", "index", "wait"}
@@ -73,7 +80,9 @@ def test_json_is_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     argv = ["--json", "--out", str(tmp_path), "--model", "tiny", "--device", "cpu", "--new-tokens", "20"]
     code, out, _ = run(capsys, "--prompt-file", str(prompt), "--steps", "2", *argv)
     assert code == 0 and out == (tmp_path / "summary.json").read_text("utf-8")
-    assert json.loads(out)["workload"]["prompt_tokens"] == [len("a question")]
+    workload = json.loads(out)["workload"]
+    assert workload["prompt_tokens"] == [len("a question")]
+    assert (workload["model"], workload["family"]) == ("tiny", "sdar")
 
 
 def test_without_matplotlib(
@@ -94,6 +103,10 @@ def test_without_matplotlib(
         (["--new-tokens", "0"], "--new-tokens=0 is not valid"),
         (["--kv-budget", "2"], "--kv-budget=2.0 is not valid"),
         (["--out", __file__], "is not a folder"),
+        (["--out", "/dev/null/x"], "is not a folder"),
+        (["--out", "x" * 300], "cannot be written (File name too long); name another folder"),
+        (["--steps", "17"], "--steps=17 is not valid; use at most 16, the positions of a block"),
+        (["--device", "cpu", "--cache", "dual"], "--cache=dual is not valid; use 'auto'"),
         (["--tokens", "5", "--prompt-file", "x"], "not allowed with"),
         (["--prompt-file", "/nonexistent"], "does not exist"),
         (["--model", "/nonexistent"], "/nonexistent"),
@@ -106,3 +119,63 @@ def test_usage_errors(
     code, out, err = run(capsys, "--out", str(tmp_path), *argv)
     assert (code, out) == (2, "")
     assert err.startswith("herald: error: ") and message in err and err.count("\n") == 1
+
+
+def test_the_pool_named_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the run and not of its warm-up, which is shorter."""
+    argv = [
+        "--device",
+        "cpu",
+        "--tokens",
+        "1500",
+        "--new-tokens",
+        "16",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    code, _, err = run(capsys, *argv, "--host-memory", "1KiB")
+    assert code == 1 and "the prompt of 1,500 tokens" in err
+    named = re.search(r"; use (--host-memory=\d+)$", err.strip())
+    assert named is not None
+    assert run(capsys, *argv, named[1])[0] == 0
+
+
+def test_a_run_whose_files_fail_has_printed_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(perfetto, "write_trace", full)
+    code, out, err = run(capsys, *WORKLOAD, "--out", str(tmp_path))
+    assert code == 1 and "compute busy" in out and "Written to" not in out
+    assert "No space left on device; free space" in err
+
+
+def test_a_run_whose_output_fails_has_written_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profile, "print_summary", full)
+    code, _, err = run(capsys, *WORKLOAD, "--out", str(tmp_path))
+    assert code == 1 and "No space left on device; free space" in err
+    assert {path.name for path in tmp_path.iterdir()} >= {"trace.json.gz", "summary.json"}
+
+
+def test_a_log_sees_a_long_prefill(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "ProgressLines", partial(ProgressLines, every=0.0))
+    code, _, err = run(capsys, *WORKLOAD, "--out", str(tmp_path))
+    assert code == 0
+    assert re.search(r"^herald: prefill \d+% of [\d,]+ token-layers$", err, re.MULTILINE)
+
+
+def test_the_help_names_every_threshold(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--help")
+    text = " ".join(out.split())
+    assert "auto for the family's: 0.9, off with full attention (default: off)" in text

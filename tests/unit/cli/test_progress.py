@@ -5,7 +5,8 @@ from itertools import groupby
 
 import pytest
 
-from herald.cli.progress import ProgressBars
+from herald.cli import progress
+from herald.cli.progress import ProgressBars, ProgressLines
 from herald.outputs import Progress
 
 
@@ -39,3 +40,25 @@ def test_a_phase_without_a_bar_clears_the_one_before(capsys: pytest.CaptureFixtu
         bars(Progress("a", "decode", 2, 2))
     assert cleared.strip(" \r\n") == "" and "\r" in cleared
     assert capsys.readouterr().err == ""
+
+
+def test_lines_come_at_most_so_often(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with ProgressLines(num_requests=2) as lines:
+        for clock[0], event in (
+            (109.9, Progress("a", "prefill", 100, 4000)),
+            (110.0, Progress("a", "prefill", 1000, 4000)),
+            (119.9, Progress("b", "prefill", 3000, 4000)),
+            (120.5, Progress("b", "prefill", 4000, 4000)),
+            (140.0, Progress("a", "decode", 8, 16)),
+        ):
+            lines(event)
+    assert capsys.readouterr() == (
+        "",
+        "herald: prefill 12% of 8,000 token-layers\n"
+        "herald: prefill 62% of 8,000 token-layers\n"
+        "herald: decode 25% of 32 tokens\n",
+    )

@@ -201,6 +201,18 @@ def test_the_table_stands_before_files_that_fail(report, tmp_path, capsys, monke
     assert "No space left on device" in err and err.count("\n") == 1
 
 
+def test_the_files_are_written_where_the_table_fails(report, tmp_path, capsys, monkeypatch):
+    def leaves(report):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run, "run", lambda args: report)
+    monkeypatch.setattr(run, "show", leaves)
+    path = tmp_path / "out.json"
+    assert run.main([*GOOD, "--json", str(path), "--plots", str(tmp_path)]) == 1
+    assert json.loads(path.read_text()) == report and len(list(tmp_path.iterdir())) == 4
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_text_is_technical_english():
     text = run.text_of("manual", 100)
     assert text.startswith("initdb creates a new PostgreSQL database cluster.")
