@@ -104,7 +104,7 @@ def test_stop_strings_cut_the_text(folder: Path) -> None:
 
 
 def test_options_of_a_look_ahead_are_refused_when_the_model_is_made() -> None:
-    with pytest.raises(InvalidOption, match="lookahead='late'"):
+    with pytest.raises(InvalidOption, match="--lookahead=late"):
         LLM(GOLDEN / "dream", device="cpu", offload=OffloadConfig(lookahead="late"))
 
 
@@ -153,12 +153,12 @@ def test_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--algorithm", "entropy"], "algorithm='entropy'"),
-        (["--lookahead", "late"], "lookahead='late'"),
-        (["--editing-threshold", "0.5"], "editing_threshold=0.5"),
+        (["--algorithm", "entropy"], "--algorithm=entropy"),
+        (["--lookahead", "late"], "--lookahead=late"),
+        (["--editing-threshold", "0.5"], "--editing-threshold=0.5"),
         (["--confidence-factor", "0"], "--confidence-factor=0"),
-        (["--confidence-factor", "1", "--threshold", "0.9"], "confidence_factor=1.0"),
-        (["--max-tokens", "5000"], "max_tokens"),
+        (["--confidence-factor", "1", "--threshold", "0.9"], "--confidence-factor=1.0"),
+        (["--max-tokens", "5000"], "--max-tokens"),
     ],
 )
 def test_command_line_refuses_by_name(

@@ -83,9 +83,9 @@ def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--threshold", "0.5"], "confidence_threshold=0.5"),
-        (["--editing-threshold", "0.5"], "editing_threshold=0.5"),
-        (["--mask-token-id", "5"], "mask_token_id=5"),
+        (["--threshold", "0.5"], "--threshold=0.5"),
+        (["--editing-threshold", "0.5"], "--editing-threshold=0.5"),
+        (["--mask-token-id", "5"], "--mask-token-id=5"),
         (["--entropy-bound", "0"], "--entropy-bound=0.0"),
     ],
 )
