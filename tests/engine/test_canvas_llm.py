@@ -104,7 +104,7 @@ def test_stop_strings_cut_the_text(folder: Path) -> None:
 
 
 def test_options_of_a_look_ahead_are_refused_when_the_model_is_made() -> None:
-    with pytest.raises(InvalidOption, match="--lookahead=late"):
+    with pytest.raises(InvalidOption, match="lookahead='late'"):
         LLM(GOLDEN / "dream", device="cpu", offload=OffloadConfig(lookahead="late"))
 
 
