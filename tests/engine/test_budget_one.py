@@ -78,6 +78,7 @@ def test_tiny_quick() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_tiny_fifty_prompts() -> None:
     lengths = edge_lengths(16, 4000, 46, seed=4)
     compare_on_tiny([*lengths, 8191, 8192, 8208, 9216])
