@@ -58,7 +58,8 @@ def generate(
     """``count`` cases of a generated task at ``length`` units of ``form``, the same for every method.
 
     Args:
-        limit: positions the model has. A case that would not fit with its answer is made that much shorter.
+        limit: positions the model has. A case that would not fit with its answer is made that much shorter,
+            but for a long ``max_tokens`` (see `check_room`).
         max_tokens: an answer of a byte-level task may take (`json` and `pairs`: at least what they need);
             others bring their own.
         data: folder with RULER's question sets, for `qa_1` and `qa_2`.
@@ -73,6 +74,7 @@ def generate(
         raise InvalidOption(
             f"task={task!r} is not generated in {level}", f"use one of {', '.join(dict.fromkeys(known))}"
         )
+    check_room(task, length, form, limit, max_tokens)
     haystack = Haystack.load()
     passages = qa.load(task, data) if data is not None and task in qa.FILES else None
     made = []
@@ -88,10 +90,33 @@ def generate(
     return made
 
 
+def check_room(task: str, length: int, form: forms.PromptForm, limit: int, max_tokens: int) -> None:
+    """Refuse a byte-level answer that leaves its prompt less than 15/16 of ``length``: it would be another
+    length's.
+
+    Raises:
+        InvalidOption: names the longest answer.
+    """
+    if form.unit != "bytes" or task not in BYTE_TASKS:
+        return
+    longest = limit - length + length // 16
+    if answer_bytes(task, max_tokens) > longest:
+        raise InvalidOption(
+            f"--max-tokens {max_tokens} leaves {max(limit - max_tokens, 0):,} of {limit:,} positions for a "
+            f"prompt of --lengths {length}",
+            f"use --max-tokens {longest} or less",
+        )
+
+
+def answer_bytes(task: str, max_tokens: int) -> int:
+    """Tokens an answer to a byte-level task may take."""
+    return max(max_tokens, structured.ANSWER_BYTES) if task in structured.TASKS else max_tokens
+
+
 def _of_bytes(task: str, length: int, key: str, limit: int, max_tokens: int, haystack: Haystack) -> Case:
     rng = random.Random(key)
     many = task in structured.TASKS
-    max_tokens = max(max_tokens, structured.ANSWER_BYTES) if many else max_tokens
+    max_tokens = answer_bytes(task, max_tokens)
     make = structured.make if many else tasks.make
     example = make(task, min(length, limit - max_tokens), rng, haystack)
     metric = task if many else "items"

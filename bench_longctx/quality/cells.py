@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
-from bench_longctx.quality import cases, files, methods, metrics
+from bench_longctx.quality import cases, files, longbench, methods, metrics
 from bench_longctx.quality.cases import Case
 from bench_longctx.quality.statistics import wilson
-from bench_longctx.tasks import ruler, structured
+from bench_longctx.tasks import qa, ruler, structured
 from bench_longctx.tasks.forms import BytesForm, PromptForm, TokensForm
 from herald import LLM, EngineConfig, RequestOutput, SamplingParams
 from herald.engine.trace import Span
-from herald.errors import InvalidOption, UsageError
+from herald.errors import UsageError
+from herald.models import ModelConfig
+from herald.tokenizer import Tokenizer
 
 # The share of a score above which it counts as right: the metrics divide.
 _WHOLE = 1 - 1e-9
@@ -81,7 +83,7 @@ def task_names(settings: Settings) -> list[str]:
     """The tasks of a report, one name a cell. Files keep their path.
 
     Raises:
-        UsageError: a name is not known, or files are missing.
+        UsageError: files of a group are missing.
     """
     names: list[str] = []
     for name in settings.tasks:
@@ -103,6 +105,42 @@ def task_names(settings: Settings) -> list[str]:
 _RULER_IN_BYTES = ("needle", "keys", "values", "queries", "chain", "cwe", "fwe", "qa_1")
 
 
+def kind_of(task: str, settings: Settings) -> str:
+    """Where a task's documents come from: "own", "ruler" or "longbench" files, or "generated"."""
+    if task.endswith(".jsonl"):
+        return "own"
+    if settings.data is None or task in settings.tasks:
+        return "generated"
+    groups = [group for group in ("longbench", "ruler") if group in settings.tasks]
+    if groups == ["longbench", "ruler"]:
+        return "longbench" if task in longbench.DATASETS else "ruler"
+    return groups[0] if groups else "generated"
+
+
+def sources_of(task: str, settings: Settings) -> list[Path]:
+    """The user's files that a task's documents are made of."""
+    kind = kind_of(task, settings)
+    if kind == "own":
+        return [Path(task)]
+    if settings.data is None:
+        return []
+    folder = Path(settings.data)
+    if kind != "generated":
+        return files.files_of(kind, task, folder)
+    there = [folder / name for name in qa.FILES.get(task, ()) if (folder / name).is_file()]
+    return there[:1]
+
+
+def digest_of(task: str, settings: Settings) -> str:
+    """Of the content of `sources_of` a task, 16 hex digits; empty where there are none.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    sources = sources_of(task, settings)
+    return files.digest(sources) if sources else ""
+
+
 def cases_of(task: str, length: int, settings: Settings, form: PromptForm, limit: int) -> list[Case]:
     """The cases of a task, the same for every method.
 
@@ -110,13 +148,24 @@ def cases_of(task: str, length: int, settings: Settings, form: PromptForm, limit
         limit: positions that the model has.
     """
     count, folder = settings.count, None if settings.data is None else Path(settings.data)
-    if task.endswith(".jsonl"):
+    kind = kind_of(task, settings)
+    if kind == "own":
         return files.own_cases(Path(task), count, form, length)
-    if folder is not None and "longbench" in settings.tasks and task not in settings.tasks:
+    if kind == "longbench" and folder is not None:
         return files.longbench_cases(task, folder, count, form, min(length, limit - 512))
-    if folder is not None and "ruler" in settings.tasks and task not in settings.tasks:
+    if kind == "ruler" and folder is not None:
         return files.ruler_cases(task, folder, count, form, length)
     return cases.generate(task, length, count, settings.seed, form, limit, settings.max_tokens, folder)
+
+
+def form_of(settings: Settings, tokenizer: Tokenizer) -> PromptForm:
+    """In what prompts are measured, and how they are put together."""
+    return BytesForm() if settings.level == "bytes" else TokensForm(tokenizer, settings.chat)
+
+
+def limit_of(config: ModelConfig) -> int:
+    """Positions of a prompt with its answer, in whole blocks."""
+    return config.max_positions // max(config.block_length, 1) * max(config.block_length, 1)
 
 
 def run_job(
@@ -136,10 +185,9 @@ def run_job(
     ) as llm:
         if job.method != "dense":
             methods.attach(llm.engine, *methods.operator_part(job.operator, job.index_bits), method)
-        form = BytesForm() if settings.level == "bytes" else TokensForm(llm.tokenizer, settings.chat)
-        block = llm.model.config.block_length
-        limit = llm.engine.max_model_len // block * block
+        form, limit = form_of(settings, llm.tokenizer), limit_of(llm.model.config)
         for task in tasks:
+            digest = digest_of(task, settings)
             made = cases_of(task, job.length, settings, form, limit)
             llm.engine.trace.clear()
             began = time.perf_counter()
@@ -147,23 +195,34 @@ def run_job(
             cell = cell_of(made, outputs, time.perf_counter() - began)
             cell["cost"] |= lookahead_steps(llm.engine.trace.spans())
             said(f"{job.key(task)}: {cell['score']:.1%} in {cell['seconds']:.0f} s")
-            yield job.key(task), {**asdict(job), "task": task, **cell}
+            content = {"digest": digest} if digest else {}
+            yield job.key(task), {**asdict(job), "task": task, **content, **cell}
 
 
 def generate(llm: LLM, made: Sequence[Case], settings: Settings) -> list[RequestOutput]:
     """Answers of all cases, in one batch."""
-    fixed = settings.denoising_steps > 0
-    params = [
-        SamplingParams(
-            max_tokens=case.max_tokens,
-            confidence_threshold=None if fixed else settings.threshold,
-            denoising_steps=settings.denoising_steps,
-        )
-        for case in made
-    ]
-    encode = llm.tokenizer.encode
-    ids = [list(case.ids) if case.ids is not None else encode(case.prompt) for case in made]
+    params = [params_of(settings, case.max_tokens) for case in made]
+    ids = [ids_of(case, llm.tokenizer) for case in made]
     return llm.generate(prompt_token_ids=ids, sampling_params=params)
+
+
+def params_of(settings: Settings, max_tokens: int) -> SamplingParams:
+    """How an answer of ``max_tokens`` is decoded.
+
+    Raises:
+        InvalidOption: a setting is out of range.
+    """
+    fixed = settings.denoising_steps > 0
+    return SamplingParams(
+        max_tokens=max_tokens,
+        confidence_threshold=None if fixed else settings.threshold,
+        denoising_steps=settings.denoising_steps,
+    )
+
+
+def ids_of(case: Case, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a prompt."""
+    return list(case.ids) if case.ids is not None else tokenizer.encode(case.prompt)
 
 
 def cell_of(made: Sequence[Case], outputs: Sequence[RequestOutput], seconds: float) -> dict[str, Any]:
@@ -235,32 +294,6 @@ def lookahead_steps(spans: Sequence[Span]) -> dict[str, Any]:
         "steps_after_lookahead": means[1],
         "lookaheads_by_step": {str(step): by_step[step] for step in sorted(by_step)},
     }
-
-
-def check(settings: Settings, jobs: Sequence[Job]) -> None:
-    """Refuse at once what a job would refuse after it has loaded its model.
-
-    Raises:
-        UsageError: an unknown method, operator, task or number of bits, or a file that is missing.
-    """
-    for job in jobs:
-        method = methods.get(job.method)
-        methods.operator_part(job.operator, job.index_bits)
-        method.offload(job.budget, methods.Switches(job.index_bits, job.operator, job.lookahead_step))
-    in_bytes = settings.level == "bytes"
-    generated = (*cases.BYTE_TASKS, *ruler.TASKS) if in_bytes else cases.TOKEN_TASKS
-    published = [
-        kind for kind in ("ruler", "longbench") if kind in settings.tasks and settings.data is not None
-    ]
-    for task in task_names(settings):
-        if task.endswith(".jsonl"):
-            if not Path(task).is_file():
-                raise UsageError(f"{task} is not there", "name a JSONL file")
-        elif task not in generated and not published:
-            known = ", ".join(dict.fromkeys(generated))
-            raise InvalidOption(
-                f"task={task!r} is not generated in {settings.level}", f"use {known}, or a .jsonl file"
-            )
 
 
 def threads_for(jobs: int, threads: int, cores: int) -> int:

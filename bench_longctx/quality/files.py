@@ -12,15 +12,17 @@ middle.
 
 ``--tasks FILE.jsonl``: a line ``{"prompt": text, "answers": [...]}`` with optional ``"metric"`` (a name of
 `metrics.METRICS`; "all_references"), ``"max_tokens"`` (128), ``"classes"`` ([]) and ``"task"`` (the file's
-name).
+name), and nothing else.
 
-Of each file the first ``--count`` lines are taken. An error names the file and the line.
+Of each file the first ``--count`` lines are taken. Files are UTF-8, with or without a byte order mark. An
+error names the file and the line.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from bench_longctx.tasks.forms import Prompt, PromptForm, TokensForm
 from herald.errors import UsageError
 
 PROMPTS_FILE = "dataset2prompt.json"
+# What a line of our own format may have.
+OWN_KEYS = ("prompt", "answers", "metric", "max_tokens", "classes", "task")
 
 
 def find_tasks(kind: str, folder: Path) -> list[str]:
@@ -54,14 +58,37 @@ def find_tasks(kind: str, folder: Path) -> list[str]:
     return found
 
 
+def files_of(kind: str, task: str, folder: Path) -> list[Path]:
+    """The files in ``folder`` that the cases of a published task are made of."""
+    if kind == "ruler":
+        return [_ruler_file(task, folder)]
+    path, prompts = _longbench_file(task, folder), folder / PROMPTS_FILE
+    return ([] if path is None else [path]) + ([prompts] if prompts.is_file() else [])
+
+
+def digest(paths: Sequence[Path]) -> str:
+    """The first 16 hex digits of the SHA-256 of files, one after the other.
+
+    Raises:
+        UsageError: one cannot be read.
+    """
+    digests = b""
+    for path in paths:
+        try:
+            with path.open("rb") as content:
+                digests += hashlib.file_digest(content, "sha256").digest()
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read ({error})", "name a file that can be read") from error
+    return hashlib.sha256(digests).hexdigest()[:16]
+
+
 def ruler_cases(task: str, folder: Path, count: int, form: PromptForm, length: int) -> list[Case]:
     """Cases of one published RULER file.
 
     Raises:
         UsageError: a line is not what it should be, or a prompt is longer than ``length``.
     """
-    path = folder / task / "validation.jsonl"
-    path = path if path.is_file() else folder / f"{task}.jsonl"
+    path = _ruler_file(task, folder)
     kind = task.split("_")[0]
     metric = "any_reference" if kind == "qa" else "all_references"
     cases = []
@@ -138,6 +165,10 @@ def own_cases(path: Path, count: int, form: PromptForm, length: int) -> list[Cas
     """
     cases = []
     for number, line in _lines(path, count):
+        if unknown := [key for key in line if key not in OWN_KEYS]:
+            raise UsageError(
+                f"{path}:{number}: {unknown[0]!r} is not known", f"use {', '.join(OWN_KEYS)}, or leave it out"
+            )
         metric = _text(line, "metric", path, number, default="all_references")
         if metric not in METRICS or metric in ("json", "pairs"):
             usable = [name for name in METRICS if name not in ("json", "pairs")]
@@ -181,6 +212,11 @@ def _assemble(form: PromptForm, turn: str, prefix: str) -> Prompt:
     return Prompt(f"{turn} {prefix}" if prefix else turn)
 
 
+def _ruler_file(task: str, folder: Path) -> Path:
+    path = folder / task / "validation.jsonl"
+    return path if path.is_file() else folder / f"{task}.jsonl"
+
+
 def _longbench_file(name: str, folder: Path) -> Path | None:
     for path in (folder / f"{name}.jsonl", folder / "data" / f"{name}.jsonl"):
         if path.is_file():
@@ -193,7 +229,7 @@ def _published_prompts(folder: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        prompts = json.loads(path.read_text("utf-8"))
+        prompts = json.loads(path.read_text("utf-8-sig"))
     except ValueError as error:
         raise UsageError(f"{path} is not JSON ({error})", "download it again, or remove it") from error
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
@@ -203,7 +239,7 @@ def _published_prompts(folder: Path) -> dict[str, str]:
 
 def _lines(path: Path, count: int) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             taken = 0
             for number, text in enumerate(lines, 1):
                 if not text.strip():

@@ -163,6 +163,20 @@ def _package(name: str) -> Any:
         raise UsageError(f"this metric needs the package {name!r}", f"run: pip install {name}") from error
 
 
+# Packages that a metric needs beside ours.
+_PACKAGES = {"rouge_l": ("rouge",), "rouge_l_zh": ("rouge", "jieba"), "qa_f1_zh": ("jieba",)}
+
+
+def require(metric: str) -> None:
+    """Check, before anything is computed, that a metric can be.
+
+    Raises:
+        UsageError: a package is missing; says how to install it.
+    """
+    for name in _PACKAGES.get(metric, ()):
+        _package(name)
+
+
 METRICS: dict[str, Callable[[str, Case], float]] = {
     "items": items,
     "all_references": all_references,

@@ -9,6 +9,8 @@ import numpy as np
 
 Z = 1.96
 RESAMPLES = 2000
+# Fewer have no bootstrap interval: resamples of one document are all alike, those of a few nearly.
+LEAST_DOCUMENTS = 10
 
 
 def wilson(right: int, of: int, z: float = Z) -> tuple[float, float]:
@@ -52,10 +54,11 @@ def paired_shares(first: Sequence[bool], second: Sequence[bool]) -> tuple[float,
 
 def paired_means(
     first: Sequence[float], second: Sequence[float], seed: int = 0
-) -> tuple[float, float, float]:
+) -> tuple[float, float | None, float | None]:
     """(difference, low, high) of the mean scores, first - second, on the same documents.
 
-    The 95% interval is the bootstrap's: percentiles of 2,000 resamples of the documents, seeded.
+    The 95% interval is the bootstrap's: percentiles of 2,000 resamples of the documents, seeded. None and
+    None where there are fewer than `LEAST_DOCUMENTS`.
 
     Raises:
         ValueError: the sequences differ in length, or are empty.
@@ -63,6 +66,8 @@ def paired_means(
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} documents cannot be paired")
     differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
+    if len(differences) < LEAST_DOCUMENTS:
+        return float(differences.mean()), None, None
     picks = np.random.default_rng(seed).integers(0, len(differences), (RESAMPLES, len(differences)))
     low, high = np.percentile(differences[picks].mean(axis=1), [2.5, 97.5])
     return float(differences.mean()), float(low), float(high)

@@ -64,11 +64,15 @@ class Method:
         name: by which it is asked for.
         about: one line for tables and help.
         exact_keys: it reads the keys themselves, whatever ``index_bits`` says.
+        uses_index: ``index_bits`` makes a difference to it.
+        uses_operator: the score operator does.
     """
 
     name = ""
     about = ""
     exact_keys = False
+    uses_index = True
+    uses_operator = True
 
     def offload(self, budget: float, switches: Switches) -> OffloadConfig:
         """Options of the engine at ``budget``, resident rows / prefix rows."""

@@ -9,6 +9,8 @@ from herald.config import OffloadConfig
 class Dense(Method):
     name = "dense"
     about = "full KV, no offload"
+    uses_index = False
+    uses_operator = False
 
     def offload(self, budget: float, switches: Switches) -> OffloadConfig:
         return OffloadConfig(enabled=False)

@@ -135,6 +135,8 @@ class Quest(Method):
     name = "page_bounds"
     about = "whole pages of 16 by their key bounds (Quest)"
     exact_keys = True
+    uses_index = False
+    uses_operator = False
 
     def selector(self, inner: RowSelector, store: HostStore) -> RowSelector:
         return PageBounds(inner, store)

@@ -54,6 +54,7 @@ class PartialKeys(Method):
     name = "partial_keys"
     about = "exact keys in the 30% largest dimensions of each query (after InfiniGen)"
     exact_keys = True
+    uses_index = False
 
     def selector(self, inner: RowSelector, store: HostStore) -> RowSelector:
         return PartialQueries(inner, store)

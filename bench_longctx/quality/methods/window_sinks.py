@@ -37,6 +37,8 @@ class LastRows(WrappedSelector):
 class WindowSinks(Method):
     name = "window_sinks"
     about = "sinks and the most recent rows"
+    uses_index = False
+    uses_operator = False
 
     def selector(self, inner: RowSelector, store: HostStore) -> RowSelector:
         return LastRows(inner, store)
