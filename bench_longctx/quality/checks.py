@@ -11,6 +11,7 @@ from bench_longctx.quality.cells import Job, Settings
 from bench_longctx.tasks import ruler
 from bench_longctx.tasks.forms import PromptForm
 from herald import EngineConfig
+from herald.config import check as check_option
 from herald.errors import InvalidOption, UsageError
 from herald.llm import pick_device, pick_dtype
 from herald.models import read_config, resolve_model
@@ -25,9 +26,9 @@ def check(settings: Settings, asked: Sequence[tuple[Job, Sequence[str]]]) -> Non
     """Refuse at once what a job would refuse after it has loaded its model.
 
     Raises:
-        UsageError: an unknown method, operator, task, model or device; an option that is out of range; a length
-            that the model does not have, or a task has no room in; a file that is missing or not as it should
-            be; a package that a metric needs.
+        UsageError: an unknown method, operator, task, model or device; an option that is out of range; a
+            length that the model does not have, or a task has no room in; a file that is missing or not as
+            it should be; a package that a metric needs.
         WeightsError: configuration or tokenizer of the model cannot be read.
     """
     _check_options(settings, [job for job, _ in asked])
@@ -42,7 +43,7 @@ def check(settings: Settings, asked: Sequence[tuple[Job, Sequence[str]]]) -> Non
     for length in sorted({job.length for job, _ in asked}):
         if not 1 <= length <= limit:
             raise InvalidOption(
-                f"--lengths {length} is not valid: {settings.model} has {limit:,} positions for a prompt with "
+                f"--lengths {length} is not valid: {settings.model} has {limit:,} positions for a prompt and "
                 "its answer",
                 f"use --lengths {limit} or less",
             )
@@ -58,6 +59,7 @@ def check(settings: Settings, asked: Sequence[tuple[Job, Sequence[str]]]) -> Non
 
 def _check_options(settings: Settings, jobs: Sequence[Job]) -> None:
     pick_dtype(settings.dtype, pick_device(settings.device))
+    check_option(settings.seed >= 0, "seed", settings.seed, "use 0 or more")
     EngineConfig(max_num_seqs=settings.batch)
     cells.params_of(settings, settings.max_tokens)
     for job in jobs:

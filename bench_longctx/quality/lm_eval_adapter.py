@@ -12,6 +12,8 @@ block-diffusion model has no left-to-right likelihood, so ``loglikelihood`` requ
 from __future__ import annotations
 
 import importlib
+import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -20,6 +22,8 @@ from herald import LLM, EngineConfig, OffloadConfig, SamplingParams
 from herald.errors import UsageError
 
 MAX_TOKENS = 256
+# Names of the longest answer, the one that counts first.
+_MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _REMEDY = "use tasks with output_type generate_until"
 
 
@@ -123,15 +127,25 @@ def make_adapter(base: type) -> type:
             raise UsageError("a block-diffusion model has no rolling log-likelihood", _REMEDY)
 
         def _params(self, options: dict[str, Any]) -> SamplingParams:
-            until = options.get("until") or ()
-            stop = (until,) if isinstance(until, str) else tuple(text for text in until if text)
-            samples = options.get("do_sample", False) or options.get("temperature", 0) > 0
+            """A request's options as the harness's own models read them: None is as if not given, answers are
+            greedy without ``do_sample`` or a temperature, and with ``do_sample=False`` always.
+
+            Raises:
+                UsageError: an option is of another kind, or out of range.
+            """
+            given = {name: value for name, value in options.items() if value is not None}
+            until = given.get("until", ())
+            texts = (until,) if isinstance(until, str) else until
+            if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+                raise UsageError(f"until={until!r} is not valid", "use a text, or a list of texts")
+            samples = given.get("do_sample", _number(given, "temperature", 0.0) > 0)
+            tokens = next((name for name in _MAX_TOKENS if name in given), _MAX_TOKENS[0])
             return SamplingParams(
-                max_tokens=int(options.get("max_gen_toks", options.get("max_new_tokens", MAX_TOKENS))),
-                temperature=float(options.get("temperature", 1.0)) if samples else 0.0,
-                top_p=float(options.get("top_p", 1.0)),
-                top_k=int(options.get("top_k", 0)),
-                stop=stop,
+                max_tokens=int(_number(given, tokens, MAX_TOKENS)),
+                temperature=_number(given, "temperature", 1.0) if samples else 0.0,
+                top_p=_number(given, "top_p", 1.0),
+                top_k=int(_number(given, "top_k", 0)),
+                stop=tuple(text for text in texts if text),
                 confidence_threshold=self.confidence_threshold,
             )
 
@@ -150,6 +164,18 @@ def make_adapter(base: type) -> type:
     return HeraldLM
 
 
+def _number(options: dict[str, Any], name: str, default: float) -> float:
+    """An option as a finite number; the harness's command line leaves some as texts."""
+    value = options.get(name, default)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(f"{name}={value!r} is no number", f"use {name}={default:g}, or leave it out")
+    return number
+
+
 def _harness() -> tuple[type, Callable[[str], Callable[[type], type]] | None]:
     """The harness's base class and its decorator for names; a plain class and None without it."""
     try:
@@ -166,14 +192,16 @@ if _register is not None:
     HeraldLM = _register("herald")(HeraldLM)
 
 
-def main() -> None:
-    """The harness's command line.
-
-    Raises:
-        UsageError: the harness is not installed.
-    """
+def main(argv: Sequence[str] | None = None) -> None:
+    """The harness's command line; without the harness, its help says what this is and what is missing."""
+    given = sys.argv[1:] if argv is None else argv
     if _register is None:
-        raise UsageError("lm-evaluation-harness is not installed", "run: pip install lm-eval")
+        missing = "lm-evaluation-harness is not installed; run: pip install lm-eval"
+        if not {"-h", "--help"}.intersection(given):
+            print(f"error: {missing}", file=sys.stderr)
+            sys.exit(2)
+        print(f"{__doc__}\n{missing}")
+        return
     importlib.import_module("lm_eval.__main__").cli_evaluate()
 
 

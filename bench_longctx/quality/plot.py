@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_longctx.quality import methods
-from bench_longctx.quality.report import Cells, load
+from bench_longctx.quality.report import Cells, headings, load, tasks_of
 from herald.errors import UsageError
 
 _LABELS = {
@@ -22,6 +22,7 @@ _LABELS = {
     "lookahead_hold": "look-ahead, both rules",
     "own_hold": "the rules without look-ahead",
     "lookahead_1": "look-ahead alone",
+    "lookahead_k": "look-ahead alone, later",
     "lookahead_late": "look-ahead alone, late",
     "lookahead_refresh": "look-ahead and a refresh",
     "own_step0": "own queries at the boundary",
@@ -78,6 +79,8 @@ def series_of(
         label = _LABELS.get(cell["method"], cell["method"])
         if len(variants[cell["method"]]) > 1:
             label += f", {_variant(cell)}"
+        elif cell["method"] == "lookahead_k":
+            label += f", step {cell['lookahead_step']}"
         found.setdefault(label, {})[cell["task"]] = 100 * cell["score"]
     return found
 
@@ -93,10 +96,18 @@ def save_plot(
     """Write a group of bars a task, one bar a method, into ``path``; its folder is made. See `series_of`.
 
     Raises:
-        UsageError: there are no such cells, or ``path`` cannot be written.
+        UsageError: there are no such cells, ``path`` cannot be written, or matplotlib is not installed.
     """
-    import matplotlib
-
+    if path.is_dir() or not path.suffix:
+        what = "is a folder" if path.is_dir() else "does not say of what kind the picture is to be"
+        example = path / "scores.png" if path.is_dir() else path.with_name(path.name + ".png")
+        raise UsageError(f"{path} {what}", f"name a .png or .svg file, such as {example}")
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UsageError(
+            "no picture: matplotlib is missing", "run: pip install 'herald-dllm[profile]'"
+        ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -115,7 +126,7 @@ def save_plot(
                     place, 1, "not run", fontsize=6, rotation=90, ha="center", va="bottom", color=colour
                 )
     axes.set(ylabel="score, %", ylim=(0, 101), xticks=range(len(shown)))
-    axes.set_xticklabels([Path(task).stem for task in shown])
+    axes.set_xticklabels(headings(shown))
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
@@ -138,9 +149,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         settings, cells = load(args.report)
-        save_plot(cells, settings["tasks"], args.length, args.budget, args.out, args.methods)
+        save_plot(cells, tasks_of(settings, cells), args.length, args.budget, args.out, args.methods)
     except UsageError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"wrote {args.out}")
 
 
 if __name__ == "__main__":

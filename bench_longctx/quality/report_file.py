@@ -101,7 +101,9 @@ def check_regular(path: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError) as error:
-        raise UsageError(f"{str(path)[:60]!r} cannot be a report ({_reason(error)})", "name a JSON file") from error
+        raise UsageError(
+            f"{str(path)[:60]!r} cannot be a report ({_reason(error)})", "name a JSON file"
+        ) from error
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
         raise UsageError(f"{path} is {what}", "name a JSON file")

@@ -114,7 +114,57 @@ def test_registers_where_the_harness_is_installed(monkeypatch: pytest.MonkeyPatc
     assert named == {"herald": adapter}
 
 
-def test_command_line_without_the_harness(monkeypatch: pytest.MonkeyPatch):
+def test_none_is_as_if_not_given(model: Any):
+    names = ("temperature", "do_sample", "until", "max_gen_toks", "top_p", "top_k")
+    assert model._params(dict.fromkeys(names)) == model._params({})
+    assert model._params({"do_sample": True, "temperature": None}).temperature == 1
+
+
+@pytest.mark.parametrize(
+    "options, temperature",
+    [
+        ({"temperature": 0.7}, 0.7),
+        ({"do_sample": False, "temperature": 0.7}, 0.0),
+        ({"do_sample": None, "temperature": 0.7}, 0.7),
+        ({"do_sample": True, "temperature": "0.7"}, 0.7),
+        ({"do_sample": True}, 1.0),
+        ({"do_sample": True, "temperature": 0.0}, 0.0),
+    ],
+)
+def test_when_an_answer_is_sampled(model: Any, options: dict[str, Any], temperature: float):
+    assert model._params(options).temperature == temperature
+
+
+def test_names_of_the_longest_answer(model: Any):
+    names = ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"]
+    for first in range(len(names)):
+        assert model._params({name: 9 + names.index(name) for name in names[first:]}).max_tokens == 9 + first
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"temperature": "hot"}, "temperature='hot' is no number; use temperature=0"),
+        ({"temperature": [1]}, "is no number"),
+        ({"top_p": "nan"}, "top_p='nan' is no number"),
+        ({"max_gen_toks": "many"}, "max_gen_toks='many' is no number; use max_gen_toks=256"),
+        ({"until": 5}, "until=5 is not valid"),
+        ({"until": [5]}, "until=.5. is not valid"),
+        ({"temperature": -1.0, "do_sample": True}, "temperature=-1.0 is not valid"),
+    ],
+)
+def test_options_of_another_kind(model: Any, options: dict[str, Any], message: str):
+    with pytest.raises(UsageError, match=message):
+        model.generate_until([request(QUESTION, **options)])
+
+
+def test_command_line_without_the_harness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     monkeypatch.setattr(lm_eval_adapter, "_register", None)
-    with pytest.raises(UsageError, match="not installed; run: pip install lm-eval"):
-        lm_eval_adapter.main()
+    with pytest.raises(SystemExit) as ended:
+        lm_eval_adapter.main(["--tasks", "gsm8k"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: lm-evaluation-harness is not installed; run: pip install lm-eval\n"
+    )
+    lm_eval_adapter.main(["--help"])
+    assert "--model herald" in capsys.readouterr().out

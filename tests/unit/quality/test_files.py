@@ -111,6 +111,10 @@ def test_own_format(tmp_path: Path, tokens: TokensForm):
         ({"prompt": "\ud800", "answers": ["a"]}, ":1: 'prompt' has a lone surrogate at character 0"),
         ({"prompt": "p", "answers": ["a", "b\ud800"]}, ":1: 'answers' has a lone surrogate at character 1"),
         ("[" * 100_000, ":1: not JSON"),
+        (
+            {"prompt": "p", "answers": ["a"], "answer_prefix": ""},
+            ":1: 'answer_prefix' is not known; use prompt",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, line: Any, message: str):
@@ -127,3 +131,17 @@ def test_absent_files(tmp_path: Path):
         files.find_tasks("ruler", tmp_path / "none")
     with pytest.raises(UsageError, match="holds no file of longbench"):
         files.find_tasks("longbench", tmp_path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, tokens: TokensForm):
+    mark = "\ufeff"
+    own, line = {"prompt": "P", "answers": ["a"]}, {"input": "P", "outputs": ["a"]}
+    paths = [
+        write(tmp_path / name, mark + json.dumps(it)) for name, it in (("own.jsonl", own), ("vt.jsonl", line))
+    ]
+    assert paths[0].read_bytes().startswith(b"\xef\xbb\xbf")
+    assert files.own_cases(paths[0], 5, BytesForm(), 100)[0].prompt == "P"
+    assert files.ruler_cases("vt", tmp_path, 5, BytesForm(), 100)[0].prompt == "P"
+    write(tmp_path / "trec.jsonl", mark + json.dumps(longbench_line()))
+    write(tmp_path / "dataset2prompt.json", mark + json.dumps({"trec": "I: {input}"}))
+    assert files.longbench_cases("trec", tmp_path, 1, tokens, 1000)[0].prompt == "I: Who?"

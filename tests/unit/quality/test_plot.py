@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from bench_longctx.quality import plot
-from bench_longctx.quality.report import difference_of, load, repeated
+from bench_longctx.quality import methods, plot
+from bench_longctx.quality.report import difference_of, headings, load, repeated, tasks_of
+from bench_longctx.tasks import TASKS as ALL_TASKS
+from bench_longctx.tasks import structured
 from herald.errors import UsageError
 
 MEASURED = Path(__file__).parents[3] / "bench_longctx" / "results" / "quality_methods.json"
@@ -90,11 +93,64 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture):
     path = tmp_path / "new" / "scores.png"
     plot.main([str(MEASURED), "--out", str(path), "--length", "16384"])
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 150_000
-    with pytest.raises(SystemExit, match="is no report of this suite"):
-        plot.main([str(tmp_path), "--out", str(path)])
-    for out in ("/dev/null/scores.png", str(tmp_path / "scores.foo")):
-        with pytest.raises(SystemExit, match=r"cannot be written .*; name a .png or .svg file"):
-            plot.main([str(MEASURED), "--out", out])
+    assert capsys.readouterr().out == f"wrote {path}\n"
+
+
+@pytest.mark.parametrize(
+    ("report", "out", "said"),
+    [
+        (str(MEASURED), "/dev/null/scores.png", "cannot be written"),
+        (str(MEASURED), "scores.foo", "cannot be written"),
+        (str(MEASURED), "", "is a folder; name a .png or .svg file, such as"),
+        (str(MEASURED), "scores", "scores does not say of what kind the picture is to be; name a .png"),
+        ("", "scores.png", "is a folder; name a JSON file"),
+        ("/dev/zero", "scores.png", "/dev/zero is no regular file; name a JSON file"),
+        ("none.json", "scores.png", "is no report of this suite"),
+        ("x" * 300, "scores.png", "cannot be a report (File name too long)"),
+    ],
+)
+def test_what_cannot_be_drawn(
+    report: str, out: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    with pytest.raises(SystemExit) as ended:
+        plot.main([str(tmp_path / report), "--out", str(tmp_path / out)])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("error: ") and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as ended:
+        plot.main([str(MEASURED), "--out", str(tmp_path / "scores.png")])
+    assert ended.value.code == 2
+    said = "error: no picture: matplotlib is missing; run: pip install 'herald-dllm[profile]'\n"
+    assert capsys.readouterr().err == said
+
+
+def test_every_method_has_a_label_of_its_own():
+    assert set(methods.NAMES) <= set(plot._LABELS) and len(set(plot._LABELS.values())) == len(plot._LABELS)
+    _, cells = load(MEASURED)
+    one = next(cell for cell in cells.values() if cell["method"] == "lookahead_1" and cell["length"] == 8192)
+    later = {"a": {**one, "method": "lookahead_k", "lookahead_step": 5}}
+    assert list(plot.series_of(later, 8192, one["budget"])) == ["look-ahead alone, later, step 5"]
+
+
+def test_the_tasks_that_are_drawn_are_those_of_the_cells():
+    """Whatever the settings name: a group, tasks of one run of several, files of one name."""
+    _, cells = load(MEASURED)
+    tasks = ["needle", "keys", "values", "queries", "chain", "json", "sentence", "pairs"]
+    for named in ([], ["ruler"], ["pairs", "gone"]):
+        first = [task for task in named if task in tasks]
+        rest = [task for task in [*ALL_TASKS, *structured.TASKS] if task not in first]
+        assert tasks_of({"tasks": named}, cells) == first + rest
+    assert headings(["a/x.jsonl", "b/x.jsonl", "c/y.jsonl", "keys"]) == [
+        "a/x.jsonl",
+        "b/x.jsonl",
+        "y",
+        "keys",
+    ]
 
 
 def test_reports_with_other_methods_and_with_none():

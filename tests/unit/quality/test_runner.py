@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,50 +19,13 @@ from typing import Any
 
 import pytest
 
-from bench_longctx.quality import cells, run
+from bench_longctx.quality import cells, files, run
 from bench_longctx.quality.cells import Job, Settings
 from bench_longctx.quality.report import Report, difference_of, load, repeated, table
+from bench_longctx.quality.report_file import ReportLost
 from herald.engine.trace import Span
-from herald.errors import InvalidOption, UsageError
-
-SMALL = ["--device", "cpu", "--lengths", "2048", "--budgets", "0.1", "--batch", "2"]
-
-
-def fake_cell(job: Job, task: str, scores: list[float]) -> dict[str, Any]:
-    cost = {
-        "blocks": 10,
-        "steps_per_block": 2.0,
-        "forwards_per_block": 2.5,
-        "selection_seconds_per_block": 0.001,
-        "bytes_moved_per_block": 2e6,
-        "exposed_share": 0.25,
-    }
-    right = sum(score == 1 for score in scores)
-    return {
-        **vars(job),
-        "task": task,
-        "score": sum(scores) / len(scores),
-        "right": right,
-        "of": len(scores),
-        "seconds": 1.0,
-        "scores": scores,
-        "cost": cost,
-    }
-
-
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Keys of the cells that were run, with a stand-in for the engine."""
-    keys: list[str] = []
-
-    def run_job(job: Job, settings: Settings, tasks: list[str], threads: int, said: Any) -> Iterator[Any]:
-        for task in tasks:
-            keys.append(job.key(task))
-            scores = [1.0] * 10 if job.method == "dense" else [1.0] * 4 + [0.0] * 6
-            yield job.key(task), fake_cell(job, task, scores)
-
-    monkeypatch.setattr(cells, "run_job", run_job)
-    return keys
+from herald.errors import UsageError, WeightsError
+from tests.unit.quality.conftest import SMALL, TINY, fake_cell
 
 
 def test_matrix():
@@ -65,9 +35,17 @@ def test_matrix():
     assert jobs[0].method == "dense"
     assert len(jobs) == 3 * (1 + 3 * 2 + 3)
     assert {job.index_bits for job in jobs if job.method == "page_bounds"} == {16}
-    # switches that a method does not have make no further jobs
-    args = run.parse(["--methods", "page_bounds", "centre", "--index-bits", "8", "4", "--lengths", "8192"])
-    assert len(run.jobs_of(args)) == 3 + 3 * 2
+    # switches that make no difference to a method make no further jobs
+    many = ["--index-bits", "16", "8", "4", "--operator", "max", "sum", "--lookahead-step", "1", "2", "5"]
+    counts = {"dense": 1, "window_sinks": 1, "page_bounds": 1, "partial_keys": 2, "lookahead_k": 18}
+    for name in run.methods.NAMES:
+        args = run.parse(["--methods", name, "--lengths", "8192", "--budgets", "0.1", *many])
+        jobs = run.jobs_of(args)
+        assert len(jobs) == counts.get(name, 6), name
+        assert len({(job.index_bits, job.operator, job.lookahead_step) for job in jobs}) == len(jobs)
+        if counts.get(name) == 1:
+            without = run.parse(["--methods", name, "--lengths", "8192", "--budgets", "0.1"])
+            assert run.jobs_of(without) == jobs
     default = run.parse([])
     assert default.count == 100 and len(run.jobs_of(default)) == 3 * (1 + 12 * 3)
 
@@ -234,28 +212,6 @@ def test_difference_needs_a_dense_cell():
     assert "| centre 8-bit max | 10% | 50.0 (-50.0) |" in table({"a": cell, "b": dense}, ["keys"])
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (["--methods", "best"], "method='best' is not known"),
-        (["--tasks", "poem"], "task='poem' is not generated in bytes"),
-        (["--level", "tokens", "--tasks", "needle"], "task='needle' is not generated in tokens"),
-        (["--tasks", "longbench"], "--tasks longbench needs its files; add --data DIR"),
-        (["--tasks", "none.jsonl"], "none.jsonl is not there"),
-        (["--operator", "mean-max"], "use --index-bits 16"),
-        (["--budgets", "0"], "kv_budget=0.0 is not valid"),
-        (["--count", "0"], "--count 0 is not valid"),
-        (["--threads", "-1"], "--threads -1 is not valid"),
-        (["--json", "/dev/null/out.json"], "/dev/null cannot hold the report"),
-        (["--tasks", "ruler", "--data", "nowhere"], "--data nowhere is not a folder"),
-    ],
-)
-def test_refusals_come_before_any_model(ran: list[str], given: list[str], message: str):
-    with pytest.raises((UsageError, InvalidOption), match=message):
-        run.run(run.parse(given))
-    assert ran == []
-
-
 def test_names_of_task_groups(tmp_path: Path):
     ruler = run.settings_of(run.parse(["--tasks", "ruler"]))
     assert cells.task_names(ruler)[:5] == ["needle", "keys", "values", "queries", "chain"]
@@ -298,6 +254,117 @@ def test_a_failed_process_does_not_stop_the_others(monkeypatch: pytest.MonkeyPat
     assert list(report.cells) == [jobs[0].key("keys")]
 
 
+@pytest.mark.parametrize("ends", [KeyboardInterrupt, ReportLost])
+def test_no_process_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: type[BaseException]):
+    """Neither after Ctrl-C nor where a finished cell cannot be written. One has ended before."""
+    said: list[tuple[int, str]] = []
+    made: list[Any] = []
+
+    class Process:
+        exitcode = 0
+
+        def __init__(self, target: Any, args: tuple, daemon: bool) -> None:
+            self.number, self.alive = len(made), False
+            made.append(self)
+
+        def start(self) -> None:
+            self.alive = True
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+            said.append((self.number, f"blocked: {signal.SIGINT in blocked}"))
+
+        def is_alive(self) -> bool:
+            return self.alive
+
+        def terminate(self) -> None:
+            said.append((self.number, "terminate"))
+            self.alive = self.number == 1  # which then has to be killed
+
+        def kill(self) -> None:
+            said.append((self.number, "kill"))
+
+        def join(self, timeout: float | None = None) -> None:
+            self.alive = self.alive and timeout is not None
+
+    class Arrivals:
+        def get(self, timeout: float) -> Any:
+            if len(made) == 2:
+                return 0, None, None
+            raise ends("x")
+
+    context = SimpleNamespace(Queue=Arrivals, Process=Process)
+    monkeypatch.setattr(run.multiprocessing, "get_context", lambda kind: context)
+    jobs = [(Job("dense", 1.0, length), ["keys"]) for length in (1024, 2048, 4096, 8192)]
+    with pytest.raises(ends), Report(run.settings_of(run.parse([])), None) as report:
+        run.run_side_by_side(jobs, report, 1, 2)
+    assert [text for _, text in said[:3]] == ["blocked: True"] * 3
+    assert said[3:] == [(1, "terminate"), (2, "terminate"), (1, "kill")]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (
+            WeightsError("model.safetensors is cut off", "load it again"),
+            1,
+            "centre at 2048: model.safetensors",
+        ),
+        (RuntimeError("CUDA out of memory"), 1, "RuntimeError: CUDA out of memory"),
+    ],
+)
+def test_what_is_finished_is_printed_whatever_ends_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+    ran: list[str],
+    capsys: pytest.CaptureFixture,
+    error: BaseException,
+    code: int,
+    said: str,
+):
+    run_job = cells.run_job
+
+    def fails(job: Job, settings: Settings, tasks: list[str], threads: int, say: Any) -> Iterator[Any]:
+        if job.method == "centre":
+            raise error
+        yield from run_job(job, settings, tasks, threads, say)
+
+    monkeypatch.setattr(cells, "run_job", fails)
+    given = [*SMALL, "--count", "10", "--methods", "centre", "dense", "window_sinks", "--tasks", "keys"]
+    with pytest.raises(SystemExit) as ended:
+        run.main(given)
+    assert ended.value.code == code
+    out, err = capsys.readouterr()
+    assert said in err and "| dense | 100% | 100.0 |" in out and "centre" not in out
+    # the others go on, unless it is the person who ends it
+    assert ("window_sinks" in out) == (code == 1)
+
+
+def test_damaged_weights_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture):
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    (weights,) = model.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    given = [*SMALL, "--count", "1", "--methods", "dense", "--tasks", "keys", "--level", "bytes"]
+    with pytest.raises(SystemExit) as ended:
+        run.main([*given, "--model", str(model)])
+    assert ended.value.code == 1
+    err = capsys.readouterr().err
+    assert "dense at 2048: " in err and "safetensors" in err and "Traceback" not in err
+    (model / "config.json").write_text("{")
+    with pytest.raises(SystemExit) as ended:
+        run.main([*given, "--model", str(model)])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_help_has_room_for_every_name(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        run.parse(["--help"])
+    out = capsys.readouterr().out
+    for method in run.methods.ALL:
+        assert re.search(rf"^  {method.name} +{re.escape(method.about)}$", out, re.MULTILINE), method.name
+
+
 def test_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture):
     path = tmp_path / "out.json"
     given = [
@@ -320,6 +387,20 @@ def test_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert sparse["cost"]["steps_per_block"] >= 1 and dense["cost"]["bytes_moved_per_block"] == 0
     assert len(sparse["answers"]) == 2 and "difference" in sparse
     assert "### 2048" in capsys.readouterr().out
+
+
+def test_own_documents_on_the_real_engine(tmp_path: Path):
+    mine, path = tmp_path / "my questions.jsonl", tmp_path / "out.json"
+    mine.write_text(
+        '{"prompt": "The code of mill is 4711.\\n\\nQuestion: What is the code of mill?\\nAnswer:", '
+        '"answers": ["4711"], "max_tokens": 32}\n',
+        encoding="utf-8-sig",
+    )
+    given = [*SMALL, "--methods", "dense", "--tasks", str(mine), "--json", str(path)]
+    assert run.run(run.parse(given)) == 0
+    (cell,) = json.loads(path.read_text())["cells"].values()
+    assert (cell["score"], cell["of"], cell["source"]) == (1.0, 1, mine.name)
+    assert cell["digest"] == files.digest([mine])
 
 
 def test_when_lookaheads_ran():
@@ -358,3 +439,47 @@ def test_real_processes_side_by_side(tmp_path: Path):
     given = [*SMALL, "--count", "1", "--methods", "dense", "window_sinks", "--tasks", "needle", "--jobs", "2"]
     assert run.run(run.parse([*given, "--json", str(path)])) == 0
     assert len(json.loads(path.read_text())["cells"]) == 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_processes(tmp_path: Path):
+    given = [*SMALL, "--count", "50", "--methods", "dense", "centre", "--tasks", "pairs", "--jobs", "2"]
+    run_of = [sys.executable, "-m", "bench_longctx.quality.run", *given, "--json", str(tmp_path / "out.json")]
+    root = Path(__file__).parents[3]
+    group = subprocess.Popen(
+        run_of,
+        cwd=root,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": f"{root}:{root / 'kernels'}"},
+    )
+    deadline = time.monotonic() + 90
+    while len(children(group.pid)) < 3:  # both, and the one that keeps count of shared resources
+        assert time.monotonic() < deadline and group.poll() is None
+        time.sleep(0.2)
+    time.sleep(1)
+    os.killpg(group.pid, signal.SIGINT)  # as a terminal does
+    _, err = group.communicate(timeout=60)
+    assert group.returncode == 130 and err.strip() == "interrupted"
+    while left := alive(group.pid):
+        assert time.monotonic() < deadline + 60, left
+        time.sleep(0.2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def alive(group: int) -> list[str]:
+    """Processes of a group that are not only waiting for someone to read their exit code."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, of = path.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(of) == group and state != "Z":
+            found.append(path.parent.name)
+    return found
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
