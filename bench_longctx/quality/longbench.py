@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bench_longctx.tasks.forms import Prompt, TokensForm
+from herald.errors import UsageError
 
 
 class Dataset(NamedTuple):
@@ -130,6 +131,10 @@ DATASETS: dict[str, Dataset] = {
 }
 
 
+# Tokens of a cut prompt that has more of its text than of the words around it.
+_LEAST = 256
+
+
 @dataclass(frozen=True)
 class Entry:
     """A line of a data set, checked."""
@@ -145,6 +150,9 @@ def prompt_of(entry: Entry, template: str, chat: bool, form: TokensForm, length:
     published.
 
     The chat template comes after the cut, on what is left.
+
+    Raises:
+        UsageError: it is longer, and the length has no room for a prompt that is cut.
     """
     # not str.format: prompts of code hold braces
     turn = template.replace("{input}", entry.input).replace("{context}", entry.context)
@@ -152,6 +160,11 @@ def prompt_of(entry: Entry, template: str, chat: bool, form: TokensForm, length:
     ids = form.tokenizer.encode(turn)
     room = length - spare
     if len(ids) > room:
+        if room < _LEAST:
+            raise UsageError(
+                f"a length of {length} tokens leaves {max(room, 0)} for a prompt that is cut, {_LEAST} at least",
+                "use a longer --lengths, of a model that has it",
+            )
         half = room // 2
         turn = form.tokenizer.decode(ids[:half]) + form.tokenizer.decode(ids[len(ids) - half :])
     return form.assemble_turn(turn, chat=chat)

@@ -65,6 +65,14 @@ def test_longbench_loses_its_middle(tmp_path: Path, tokens: TokensForm):
     assert case.prompt.startswith("Below is a number of passages") and "Question: Who?" in case.prompt
 
 
+@pytest.mark.parametrize("length", [-100, 0, 5, 200])
+def test_longbench_without_room(tmp_path: Path, tokens: TokensForm, length: int):
+    """A cut from behind would leave a prompt of nearly its whole length."""
+    write(tmp_path / "trec.jsonl", longbench_line(context="A" * 3000))
+    with pytest.raises(UsageError, match=f"a length of {length} tokens leaves .*; use a longer --lengths"):
+        files.longbench_cases("trec", tmp_path, 1, tokens, length)
+
+
 def test_longbench_with_published_prompts(tmp_path: Path, tokens: TokensForm):
     write(tmp_path / "hotpotqa.jsonl", longbench_line(context="{braces}"))
     write(tmp_path / "dataset2prompt.json", json.dumps({"hotpotqa": "C: {context} I: {input}"}))

@@ -198,6 +198,13 @@ def test_the_measured_reports_are_gone_on_with(ran: list[str], tmp_path: Path, n
             assert after["cells"][key]["difference"] == pytest.approx(cell["difference"], abs=1e-3)
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in RESULTS.glob("quality_*.json")))
+def test_the_measured_reports_can_be_repeated(ran: list[str], name: str):
+    path = RESULTS / name
+    assert run.run(run.parse(["--repeat", str(path)])) == 0
+    assert set(ran) == set(load(path)[1]) and len(ran) == len(load(path)[1])
+
+
 def test_one_run_at_a_time_writes_a_report(ran: list[str], tmp_path: Path):
     path = tmp_path / "r.json"
     settings = run.settings_of(run.parse([*SMALL, *OLDER, "--count", "10"]))

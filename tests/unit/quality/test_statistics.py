@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench_longctx.quality.statistics import paired_means, paired_shares, wilson
+from bench_longctx.quality.statistics import LEAST_DOCUMENTS, paired_means, paired_shares, wilson
 
 
 def test_wilson():
@@ -49,6 +49,14 @@ def test_paired_means():
     assert 0.15 < low < 0.25 < high < 0.35
     assert paired_means(first, second) == (difference, low, high)
     assert paired_means(first, first) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_few_documents_have_no_bootstrap_interval(count: int):
+    """All resamples of one document are that document: an interval without width would say it is certain."""
+    difference, low, high = paired_means([0.95] * count, [1.0] * count)
+    assert difference == pytest.approx(-0.05)
+    assert (low is None) == (high is None) == (count < LEAST_DOCUMENTS)
 
 
 def test_what_cannot_be_paired():
