@@ -162,7 +162,7 @@ def prompt_of(entry: Entry, template: str, chat: bool, form: TokensForm, length:
     if len(ids) > room:
         if room < _LEAST:
             raise UsageError(
-                f"a length of {length} tokens leaves {max(room, 0)} for a prompt that is cut, {_LEAST} at least",
+                f"a length of {length} tokens leaves {max(room, 0)} for a prompt that is cut, not {_LEAST}",
                 "use a longer --lengths, of a model that has it",
             )
         half = room // 2
