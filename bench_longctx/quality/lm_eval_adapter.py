@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from bench_longctx import output
 from herald import LLM, EngineConfig, OffloadConfig, SamplingParams
 from herald.errors import UsageError
 
@@ -192,18 +193,18 @@ if _register is not None:
     HeraldLM = _register("herald")(HeraldLM)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """The harness's command line; without the harness, its help says what this is and what is missing."""
     given = sys.argv[1:] if argv is None else argv
     if _register is None:
         missing = "lm-evaluation-harness is not installed; run: pip install lm-eval"
         if not {"-h", "--help"}.intersection(given):
-            print(f"error: {missing}", file=sys.stderr)
-            sys.exit(2)
+            return output.say(f"error: {missing}", output.REFUSED)
         print(f"{__doc__}\n{missing}")
-        return
+        return 0
     importlib.import_module("lm_eval.__main__").cli_evaluate()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

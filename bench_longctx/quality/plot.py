@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_longctx import output
 from bench_longctx.quality import methods
 from bench_longctx.quality.report import Cells, headings, load, tasks_of
 from herald.errors import UsageError
@@ -139,6 +140,7 @@ def save_plot(
         pyplot.close(figure)
 
 
+@output.command
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("report", type=Path, help="JSON of bench_longctx.quality.run")
@@ -147,14 +149,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=0.05)
     parser.add_argument("--methods", nargs="+", default=[], help="names, beside dense; all by default")
     args = parser.parse_args(argv)
-    try:
-        settings, cells = load(args.report)
-        save_plot(cells, tasks_of(settings, cells), args.length, args.budget, args.out, args.methods)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    settings, cells = load(args.report)
+    save_plot(cells, tasks_of(settings, cells), args.length, args.budget, args.out, args.methods)
     print(f"wrote {args.out}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

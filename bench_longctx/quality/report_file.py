@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -9,12 +10,13 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from herald.errors import HeraldError, UsageError
+from bench_longctx import output
+from herald.errors import UsageError
 
 _OTHER = "name another --json file"
 
 
-class ReportLost(HeraldError):
+class ReportLost(OSError):
     """Finished cells cannot be written."""
 
 
@@ -33,9 +35,11 @@ class ReportFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._beside = path.with_name(path.name + ".lock")
-        check_regular(path)
-        _check_folder(path.absolute().parent)
+        _make_folder(path)
+        output.check_file(path)
+        # of the file that a link leads to, so that two names of one file have one lock
+        self._target = Path(os.path.realpath(path))
+        self._beside = self._target.with_name(self._target.name + ".lock")
         self._lock: int | None = self._taken()
 
     def write(self, content: dict[str, Any]) -> None:
@@ -44,15 +48,14 @@ class ReportFile:
         Raises:
             ReportLost: it cannot be written, for want of room say.
         """
-        part = self.path.with_name(self.path.name + ".part")
+        part = self._target.with_name(self._target.name + ".part")
         try:
             part.write_text(json.dumps(content, indent=1), encoding="utf-8")
-            os.replace(part, self.path)
+            os.replace(part, self._target)
         except OSError as error:
             part.unlink(missing_ok=True)
             raise ReportLost(
-                f"{self.path} cannot be written ({error})",
-                "make room and run again: it goes on with the cells in it",
+                f"{self.path} cannot be written ({error}); make room and run again: it goes on with its cells"
             ) from error
 
     def close(self) -> None:
@@ -91,7 +94,7 @@ def _same(opened: os.stat_result, path: Path) -> bool:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse what is there and is no regular file, without reading from it.
+    """Refuse to read what is no regular file: a device may have no end, and a pipe waits.
 
     Raises:
         UsageError: it is a folder, a device or a pipe, or the name cannot be one of a file.
@@ -101,23 +104,14 @@ def check_regular(path: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{str(path)[:60]!r} cannot be a report ({_reason(error)})", "name a JSON file"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{str(path)[:60]!r} cannot be a report ({reason})", "name a JSON file") from error
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
         raise UsageError(f"{path} is {what}", "name a JSON file")
 
 
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _check_folder(folder: Path) -> None:
-    """Make the folder of a report, before anything is computed that it is for."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"no right to write to {folder}")
-    except OSError as error:
-        raise UsageError(f"{folder} cannot hold the report ({error})", _OTHER) from error
+def _make_folder(path: Path) -> None:
+    # what is wrong says the check of the file, in its words
+    with contextlib.suppress(OSError, ValueError):
+        Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ kept in the JSON file, and a run with the same settings goes on with them. With 
 processes side by side, which is for scores: times are then not a machine's to itself. ``--repeat`` takes
 settings and cells of a report that is there.
 
-Exit codes: 0; 1 where a job failed, whose cells are missing; 2 for what cannot be run; 130 where interrupted.
+Exit codes: 0; 1 where a job failed, whose cells are missing, or the disk is full; 2 for what cannot be run; 130 where interrupted.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench_longctx import output
 from bench_longctx.quality import cases, cells, checks, methods
 from bench_longctx.quality.cells import Job, Settings
 from bench_longctx.quality.report import Report, check_digests, load, repeated, table, tasks_of
@@ -289,8 +290,8 @@ def run(args: argparse.Namespace) -> int:
     """Run what the arguments say and print the table of what is finished; the exit code.
 
     Raises:
-        UsageError: it cannot be run.
-        HeraldError: the model's files are damaged, or the report cannot be written.
+        HeraldError: it cannot be run.
+        ReportLost: the report cannot be written any more.
     """
     for name, value in (("--count", args.count), ("--jobs", args.jobs), ("--batch", args.batch)):
         if value < 1:
@@ -308,7 +309,7 @@ def run(args: argparse.Namespace) -> int:
                 failed = run_side_by_side(spread(todo, args.jobs), report, threads, args.jobs)
         finally:
             _print_table(report, {job.key(task) for job, tasks in asked for task in tasks})
-    return 1 if failed else 0
+    return output.FAILED if failed else 0
 
 
 def _print_table(report: Report, keys: set[str]) -> None:
@@ -317,18 +318,10 @@ def _print_table(report: Report, keys: set[str]) -> None:
         print(table(finished, tasks_of(asdict(report.settings), finished)))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    code = 1
-    try:
-        code = run(parse(argv))
-    except HeraldError as error:
-        _say(f"error: {error}")
-        code = 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        _say("interrupted")
-        code = 130
-    sys.exit(code)
+@output.command
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(parse(argv))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -160,11 +160,9 @@ def test_options_of_another_kind(model: Any, options: dict[str, Any], message: s
 
 def test_command_line_without_the_harness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     monkeypatch.setattr(lm_eval_adapter, "_register", None)
-    with pytest.raises(SystemExit) as ended:
-        lm_eval_adapter.main(["--tasks", "gsm8k"])
-    assert ended.value.code == 2
+    assert lm_eval_adapter.main(["--tasks", "gsm8k"]) == 2
     assert capsys.readouterr().err == (
         "error: lm-evaluation-harness is not installed; run: pip install lm-eval\n"
     )
-    lm_eval_adapter.main(["--help"])
+    assert lm_eval_adapter.main(["--help"]) == 0
     assert "--model herald" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,17 @@ def test_one_run_at_a_time_writes_a_report(ran: list[str], tmp_path: Path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["r.json"]
 
 
+def test_two_names_of_one_file(ran: list[str], tmp_path: Path):
+    """A link keeps leading to the report, and does not let a second run in."""
+    path, link = tmp_path / "r.json", tmp_path / "link.json"
+    link.symlink_to(path)
+    given = [*SMALL, *OLDER, "--count", "10", "--json", str(link)]
+    assert run.run(run.parse(given)) == 0
+    assert link.is_symlink() and len(load(path)[1]) == 1
+    with closing(ReportFile(path)), pytest.raises(UsageError, match="another run is writing .*link.json"):
+        run.run(run.parse(given))
+
+
 def test_a_lock_that_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Between opening the side file and locking it another run may end, and remove it."""
     path, beside = tmp_path / "r.json", tmp_path / "r.json.lock"
@@ -249,15 +261,15 @@ def test_a_lock_that_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("/dev/full", "/dev/full is no regular file; name a JSON file"),
-        ("/dev/zero", "/dev/zero is no regular file"),
-        ("/proc/x.json", "cannot hold the report"),
-        ("{}/" + "x" * 300 + ".json", "cannot be a report .File name too long."),
+        ("/dev/full", "--json /dev/full cannot be written: it is not a regular file; name another file"),
+        ("/dev/zero", "/dev/zero cannot be written: it is not a regular file"),
+        ("/proc/x.json", "/proc/x.json cannot be written"),
+        ("{}/" + "x" * 300 + ".json", "cannot be written: File name too long"),
         ("{}/" + "x" * 252, "cannot hold the report"),
-        ("{}", "is a folder; name a JSON file"),
-        ("{}/pipe", "pipe is no regular file"),
-        ("{}/a\0b", "cannot be a report"),
-        ("/dev/null/out.json", "/dev/null cannot hold the report"),
+        ("{}", "it is a folder; name another file"),
+        ("{}/pipe", "it is not a regular file"),
+        ("{}/a\0b", "cannot be written: embedded null byte"),
+        ("/dev/null/out.json", "/dev/null is no folder"),
     ],
 )
 def test_what_cannot_hold_a_report_is_refused_at_once(
@@ -268,9 +280,7 @@ def test_what_cannot_hold_a_report_is_refused_at_once(
     with pytest.raises(UsageError, match=said) as caught:
         run.run(run.parse(given))
     assert "\n" not in str(caught.value)
-    with pytest.raises(SystemExit) as ended:
-        run.main(given)
-    assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+    assert run.main(given) == 2 and capsys.readouterr().err.startswith("error: ")
     assert ran == [] and [entry.name for entry in tmp_path.iterdir()] == ["pipe"]
 
 
