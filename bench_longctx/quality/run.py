@@ -11,7 +11,8 @@ kept in the JSON file, and a run with the same settings goes on with them. With 
 processes side by side, which is for scores: times are then not a machine's to itself. ``--repeat`` takes
 settings and cells of a report that is there.
 
-Exit codes: 0; 1 where a job failed, whose cells are missing, or the disk is full; 2 for what cannot be run; 130 where interrupted.
+Exit codes: 0; 1 where a job failed, whose cells are missing, or the disk is full; 2 for what cannot be run;
+130 where interrupted.
 """
 
 from __future__ import annotations
