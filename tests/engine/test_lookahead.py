@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from herald.config import OffloadConfig
@@ -212,16 +212,22 @@ def test_late_is_never_behind_a_fixed_step(batch: int, steps: int, times: Times)
     st.floats(0.01, 1),
     st.floats(0, 1),
 )
+@example([(3, 0)] * 5, 1.0, 1.0, 0.0)
 def test_what_can_be_hidden_is_hidden(
     requests: list[tuple[int, int]], step: float, load: float, share: float
 ) -> None:
-    """Nobody waits where the steps after step 1 of the shortest block have room for everybody's selection."""
+    """Nobody waits where the steps after step 1 of the shortest block have room for everybody's selection.
+
+    Drafts are then as late as those of a fixed step or later. A fixed step may be late itself: of five
+    requests one looks ahead a step after the others.
+    """
     steps, begins = [list(values) for values in zip(*requests, strict=True)]
     room = load * (min(steps) - 2) * step * 0.999
     times = (step, (1 - share) * room / len(steps), share * room)
     fixed, late = simulate(times, steps, begins, blocks=5)
     assert late.late == 0 and late.in_time == 5 * len(steps)
-    assert sum(late.drafts) / len(late.drafts) <= sum(fixed.drafts) / len(fixed.drafts) + 1e-9
+    if fixed.late == 0:
+        assert sum(late.drafts) / len(late.drafts) <= sum(fixed.drafts) / len(fixed.drafts) + 1e-9
 
 
 def test_a_late_draft_is_late() -> None:
