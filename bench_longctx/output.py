@@ -81,13 +81,21 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
         except HeraldError as error:
             return say(f"error: {' '.join(str(error).split())}", REFUSED)
         except BrokenPipeError:
-            # the reader left: nothing more may be written, not even by the interpreter's flush at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()  # the reader left
             return FAILED
         except OSError as error:
+            _drop_output()
             return say(f"error: {error}", FAILED)
 
     return wrapped
+
+
+def _drop_output() -> None:
+    """Let nothing more be written that could not be, not even by the interpreter's own flush at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say(line: str, code: int) -> int:

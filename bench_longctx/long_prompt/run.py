@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench_longctx import machine
+from bench_longctx import machine, output
 from herald import LLM, EngineConfig, OffloadConfig, SamplingParams
 from herald.profile.summary import overlap
 
@@ -82,7 +83,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         }
 
 
-def main() -> None:
+@output.command
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=32768)
@@ -100,15 +102,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--spans", type=int, default=400, help="trace spans to keep in the JSON")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    output.check_file(args.json)
     result = measure(args)
     options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     report = {"machine": machine.describe(), "options": options, "result": result}
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
     shown = {k: v for k, v in result.items() if k != "spans"}
     print(json.dumps(shown, indent=1))
+    output.write_report(args.json, report)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench_longctx import machine
+from bench_longctx import machine, output
 from herald import LLM, EngineConfig, OffloadConfig, RequestOutput, SamplingParams
 
 
@@ -66,14 +66,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         load_seconds, loaded = load_and_ask(args, folder, prompts[-1])
     with open_llm(args, False) as llm:
         bare = ask(args, llm, prompts)
-    seconds = [output.metrics.first_block_seconds for output in shared]
+    seconds = [each.metrics.first_block_seconds for each in shared]
     same = [a.token_ids == b.token_ids for a, b in zip([*shared, loaded], [*bare, bare[-1]], strict=True)]
     later = statistics.median(seconds[1:])
     return {
         "same_tokens": same,
-        "cached_tokens": [output.metrics.cached_tokens for output in shared],
+        "cached_tokens": [each.metrics.cached_tokens for each in shared],
         "first_block_seconds": seconds,
-        "first_block_seconds_without_sharing": [output.metrics.first_block_seconds for output in bare],
+        "first_block_seconds_without_sharing": [each.metrics.first_block_seconds for each in bare],
         "times_sooner": seconds[0] / later if all(same) else None,
         "disk": {
             "bytes": num_bytes,
@@ -85,7 +85,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+@output.command
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--tokens", type=int, default=16384, help="of the document")
@@ -100,13 +101,13 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    output.check_file(args.json)
     result = measure(args)
     options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     report = {"machine": machine.describe(), "options": options, "result": result}
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(result, indent=1))
+    output.write_report(args.json, report)
     return 0 if all(result["same_tokens"]) else 1
 
 

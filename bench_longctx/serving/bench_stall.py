@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench_longctx import machine
+from bench_longctx import machine, output
 from bench_longctx.stepping import step
 from bench_longctx.throughput.synthetic import NoTokenizer, random_model
 from herald import EngineConfig, OffloadConfig, SamplingParams
@@ -33,8 +34,10 @@ from herald.tokenizer import Tokenizer
 ALONE = 60
 
 
-def main() -> None:
-    args = _parser().parse_args()
+@output.command
+def main(arguments: list[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    output.check_file(args.json)
     engine = _engine(args)
     try:
         result = measure(engine, args.prompt, args.steps)
@@ -45,10 +48,9 @@ def main() -> None:
     result["torch_threads"] = torch.get_num_threads()
     print(json.dumps(result, indent=1))
     if args.json:
-        path = Path(args.json)
-        kept = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        kept[args.label] = result
-        path.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+        kept = json.loads(args.json.read_text("utf-8")) if args.json.exists() else {}
+        output.write_report(args.json, {**kept, args.label: result})
+    return 0
 
 
 def measure(engine: Engine, prompt: int, steps: int) -> dict[str, Any]:
@@ -139,9 +141,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens-per-step", type=int, default=0, help="0 for the engine's default")
     parser.add_argument("--prefill-chunk", type=int, default=EngineConfig.prefill_chunk)
     parser.add_argument("--label", default="after", help="under which the result is kept")
-    parser.add_argument("--json", help="file that results are added to")
+    parser.add_argument("--json", type=Path, help="file that results are added to")
     return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -76,6 +78,23 @@ def test_a_benchmark_ends_with_a_line_and_a_code(
     assert capsys.readouterr().err == line
 
 
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_full_output_is_one_line(buffered: str) -> None:
+    """Also where the text is held back until the end, and the interpreter would try once more."""
+    program = "from bench_longctx import output; raise SystemExit(output.command(lambda: print('x'))())"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONUNBUFFERED": buffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == output.FAILED
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
 def test_a_fault_keeps_its_traceback() -> None:
     @output.command
     def main() -> int:
@@ -85,14 +104,18 @@ def test_a_fault_keeps_its_traceback() -> None:
         main()
 
 
-BENCHMARKS = (
-    "throughput.run",
-    "kernels.bench_kernels",
-    "kernels.bench_experts",
-    "selection.bench_select",
-    "transfer.bench_gather",
-    "transfer.bench_interference",
-)
+# Options without which they do not run here.
+BENCHMARKS = {
+    "throughput.run": ["--tiny"],
+    "kernels.bench_kernels": ["--tiny"],
+    "kernels.bench_experts": ["--tiny"],
+    "selection.bench_select": ["--tiny"],
+    "transfer.bench_gather": [],
+    "transfer.bench_interference": ["--tiny"],
+    "prefix.run": [],
+    "long_prompt.run": ["tiny"],
+    "serving.bench_stall": [],
+}
 
 
 def main_of(name: str) -> Callable[[list[str]], int]:
@@ -104,9 +127,8 @@ def main_of(name: str) -> Callable[[list[str]], int]:
 def test_every_benchmark_tries_its_file_first(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [] if name == "transfer.bench_gather" else ["--tiny"]
     for wrong, path in unwritable(tmp_path).items():
-        assert main_of(name)(["--json", str(path), *options]) == output.REFUSED
+        assert main_of(name)([*BENCHMARKS[name], "--json", str(path)]) == output.REFUSED
         shown = capsys.readouterr()
         assert shown.err.startswith("error: --json ") and wrong.split(",")[0] in shown.err
         assert shown.err.count("\n") == 1 and shown.out == ""
@@ -120,6 +142,5 @@ def test_every_benchmark_can_be_interrupted(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(output, "check_file", interrupt)
-    options = [] if name == "transfer.bench_gather" else ["--tiny"]
-    assert main_of(name)(options) == output.INTERRUPTED
+    assert main_of(name)(BENCHMARKS[name]) == output.INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
