@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec
 
+from herald.cli.stdout import drop_output
 from herald.errors import HeraldError, UsageError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
@@ -81,21 +82,13 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
         except HeraldError as error:
             return say(f"error: {' '.join(str(error).split())}", REFUSED)
         except BrokenPipeError:
-            _drop_output()  # the reader left
+            drop_output()  # the reader left
             return FAILED
         except OSError as error:
-            _drop_output()
+            drop_output()
             return say(f"error: {error}", FAILED)
 
     return wrapped
-
-
-def _drop_output() -> None:
-    """Let nothing more be written that could not be, not even by the interpreter's own flush at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say(line: str, code: int) -> int:

@@ -126,24 +126,17 @@ def check_unused(
     Raises:
         UsageError: names the option.
     """
-    asked = [methods.get(job.method) for job in jobs]
-    unused = (
-        ("--index-bits", bits, any(method.uses_index for method in asked)),
-        ("--operator", operator, any(method.uses_operator for method in asked)),
-        ("--lookahead-step", lookahead_step, any(method.name == "lookahead_k" for method in asked)),
-    )
-    for option, given, used in unused:
-        if given and not used:
-            usable = [
-                method.name
-                for method in methods.ALL
-                if (option == "--index-bits" and method.uses_index)
-                or (option == "--operator" and method.uses_operator)
-                or (option == "--lookahead-step" and method.name == "lookahead_k")
-            ]
+    asked = list(dict.fromkeys(job.method for job in jobs))
+    users = {
+        "--index-bits": [method.name for method in methods.ALL if bits and method.uses_index],
+        "--operator": [method.name for method in methods.ALL if operator and method.uses_operator],
+        "--lookahead-step": ["lookahead_k"] if lookahead_step else [],
+    }
+    for option, names in users.items():
+        if names and not set(names) & set(asked):
             raise UsageError(
-                f"{option} is unused by {', '.join(dict.fromkeys(method.name for method in asked))}",
-                f"leave it out, or use it with {', '.join(usable)}",
+                f"{option} is unused by {', '.join(asked)}",
+                f"leave it out, or use it with {', '.join(names)}",
             )
     if settings.data is not None:
         tasks = cells.task_names(settings)

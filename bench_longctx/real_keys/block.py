@@ -32,13 +32,19 @@ BEST = ("best", "the block's own attention: the best any set can do")
 OWN_MAX = ("queries", "all positions of the block, max")
 
 
+def room(tokens: int, block_length: int) -> tuple[int, int]:
+    """First and last prefix, in steps of `BLOCK_STEP` rows, of blocks in the second half of a text; the last
+    comes before the first where none fits."""
+    return -(-tokens // (2 * BLOCK_STEP)), (tokens - block_length) // BLOCK_STEP
+
+
 def block_starts(tokens: int, count: int, block_length: int) -> list[int]:
     """``count`` prefixes spread evenly over the second half of a text, each a multiple of `BLOCK_STEP` rows.
 
     Raises:
         UsageError: there is no room for that many.
     """
-    first, last = -(-tokens // (2 * BLOCK_STEP)), (tokens - block_length) // BLOCK_STEP
+    first, last = room(tokens, block_length)
     if not 1 <= count <= last - first + 1:
         raise UsageError(
             f"{count} blocks do not fit the second half of {tokens} tokens", f"use at most {last - first + 1}"

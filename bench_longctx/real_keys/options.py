@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench_longctx.output import check_file
-from bench_longctx.real_keys.block import BLOCK_STEP, block_starts
+from bench_longctx.real_keys.block import BLOCK_STEP, block_starts, room
 from bench_longctx.real_keys.mass import RECENT_ROWS, SINK_ROWS, Span
 from herald import hardware
 from herald.cli.options import number, whole
@@ -89,7 +89,7 @@ def least_tokens(blocks: int, block_length: int) -> int:
 
 def _room_for(tokens: int, block_length: int) -> int:
     """Blocks that fit; 0 too where the first has not one row before it that a set may choose."""
-    first, last = -(-tokens // (2 * BLOCK_STEP)), (tokens - block_length) // BLOCK_STEP
+    first, last = room(tokens, block_length)
     span = Span(BLOCK_STEP * first - block_length)
     return max(last - first + 1, 0) if span.prefix > 0 and span.last > span.first else 0
 
@@ -115,9 +115,9 @@ def _check_memory(tokens: int, keys: str, block_length: int) -> None:
 
 
 def _check_room(tokens: int, blocks: int, block_length: int, least: float) -> None:
-    room = _room_for(tokens, block_length)
-    if room < blocks:
-        fewer = f", or --blocks={room} at most" if room else ""
+    most = _room_for(tokens, block_length)
+    if most < blocks:
+        fewer = f", or --blocks={most} at most" if most else ""
         raise UsageError(
             f"{blocks} blocks of {block_length} do not fit the second half of {tokens} tokens",
             f"use --tokens={least_tokens(blocks, block_length)}{fewer}",

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from herald import __version__
 from herald.cli import batch, chat, doctor, fields, generate, models, options, prefix, profile, serve
+from herald.cli.stdout import drop_output
 from herald.errors import HeraldError, UsageError
 
 RUNTIME_ERROR, USAGE_ERROR, INTERRUPTED = 1, 2, 130
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        _drop_output()  # the reader left
+        drop_output()  # the reader left
         return RUNTIME_ERROR
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = HeraldError(problem, fields.in_options(error.remedy, args))
         return _fail(str(told), USAGE_ERROR if usage else RUNTIME_ERROR)
     except OSError as error:
-        _drop_output()
+        drop_output()
         remedy = "; free space where it is written to, or write elsewhere" if error.errno in _FULL else ""
         return _fail(f"{error}{remedy}", RUNTIME_ERROR)
     except (MemoryError, RuntimeError) as error:
@@ -125,14 +126,6 @@ def _open_what_is_closed() -> None:
         if getattr(sys, name) is None:
             # for as long as the process lives
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-
-
-def _drop_output() -> None:
-    """Let nothing more be written that could not be, not even by the interpreter's own flush at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_what_can_be_printed() -> None:
